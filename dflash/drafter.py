@@ -1,0 +1,185 @@
+"""The drafter: a small decoder that proposes a whole block of tokens in one pass (DFlash paper, arXiv 2602.06036, A.3).
+
+It has no embedding and no head of its own; both are the target's and stay frozen. Context enters every layer as keys and
+values: the target's tapped hidden states go through `fc` and `hidden_norm` once and then through each layer's `k_proj`
+and `v_proj`. Only the block itself has queries, an attention output and an MLP, so a context token costs a few percent
+of a block token.
+
+Axes in names: S context tokens (flattened), N block tokens (anchors × block size), F = K·H tapped features, H hidden,
+Q query heads, G key/value heads, D head dimension. Tensor names of the module are the public checkpoint's.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Rope = tuple[Tensor, Tensor]  # cos, sin: [tokens, 1, D]
+#: attend(q_NQD, context keys and values [S, G, D], block keys and values [N, G, D]) -> [N, Q, D]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """Shape of a drafter and what it needs to know of its target. One drafter, one config, in every layout."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    max_position_embeddings: int
+    vocab_size: int
+    block_size: int
+    taps: tuple[int, ...]
+    num_target_layers: int
+    mask_token_id: int
+
+
+class Attention(nn.Module):
+    """Queries from the block; keys and values from context and block through the same weights; normed per head."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        hidden, query = config.hidden_size, config.num_heads * config.head_dim
+        key = config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(hidden, query, bias=False)
+        self.k_proj = nn.Linear(hidden, key, bias=False)
+        self.v_proj = nn.Linear(hidden, key, bias=False)
+        self.o_proj = nn.Linear(query, hidden, bias=False)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def keys_values(self, x_TH: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Keys (normed, rotated) and values, each [T, G, D], of context or block tokens."""
+        k_TGD = self.k_norm(self.k_proj(x_TH).unflatten(-1, (-1, self.head_dim)))
+        return rotate(k_TGD, rope), self.v_proj(x_TH).unflatten(-1, (-1, self.head_dim))
+
+    def forward(self, x_NH: Tensor, rope: Rope, context_kv: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        q_NQD = rotate(self.q_norm(self.q_proj(x_NH).unflatten(-1, (-1, self.head_dim))), rope)
+        block_k, block_v = self.keys_values(x_NH, rope)
+        return self.o_proj(attend(q_NQD, *context_kv, block_k, block_v).flatten(-2))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x_NH: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_NH)) * self.up_proj(x_NH))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x_NH: Tensor, rope: Rope, context_kv: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        x_NH = x_NH + self.self_attn(self.input_layernorm(x_NH), rope, context_kv, attend)
+        return x_NH + self.mlp(self.post_attention_layernorm(x_NH))
+
+
+class Drafter(nn.Module):
+    """Maps tapped context states and embedded blocks to hidden states for the target's head."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(len(config.taps) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def context(self, taps_SF: Tensor) -> Tensor:
+        """The context as every layer sees it, [S, H]. It does not pass a layer's own input norm."""
+        return self.hidden_norm(self.fc(taps_SF))
+
+    def context_keys_values(self, taps_SF: Tensor, rope: Rope) -> list[tuple[Tensor, Tensor]]:
+        """Per layer the keys and values [S, G, D] of context tokens: what a decoder caches."""
+        context_SH = self.context(taps_SF)
+        return [layer.self_attn.keys_values(context_SH, rope) for layer in self.layers]
+
+    def blocks(self, x_NH: Tensor, rope: Rope, context_kv: list[tuple[Tensor, Tensor]], attend: Attend) -> Tensor:
+        """Run embedded block tokens [N, H] through the layers; returns normed hidden states [N, H]."""
+        for layer, layer_kv in zip(self.layers, context_kv, strict=True):
+            x_NH = layer(x_NH, rope, layer_kv, attend)
+        return self.norm(x_NH)
+
+    def forward(self, taps_SF: Tensor, rope_S: Rope, x_NH: Tensor, rope_N: Rope, attend: Attend) -> Tensor:
+        return self.blocks(x_NH, rope_N, self.context_keys_values(taps_SF, rope_S), attend)
+
+
+def initialise(drafter: Drafter, seed: int) -> None:
+    """Linears N(0, 0.02), norms 1, the same on every device for a seed."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+
+
+def embed_blocks(embed_VH: Tensor, factor: float, anchor_ids_A: Tensor, mask_token_id: int, block_size: int) -> Tensor:
+    """Embedded blocks [A, B, H]: slot 0 the anchor's row, slots 1..B-1 the mask token's; Gemma's factor on both."""
+    anchors_AH = embed_VH[anchor_ids_A] * factor
+    mask_H = embed_VH[mask_token_id] * factor
+    masks = mask_H.expand(anchors_AH.shape[0], block_size - 1, -1)
+    return torch.cat((anchors_AH[:, None], masks), dim=1)
+
+
+class RopeTable(nn.Module):
+    """Rotary angles for every position up to `positions`, made once in fp32; scaling kinds are transformers' own."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: DrafterConfig, positions: int, dtype: torch.dtype, device: str | torch.device) -> None:
+        super().__init__()
+        inv_freq, factor = rope_frequencies(config)
+        angles = torch.arange(positions, dtype=torch.float32)[:, None] * inv_freq
+        angles = torch.cat((angles, angles), dim=-1)
+        self.register_buffer("cos", (angles.cos() * factor).to(device, dtype)[:, None], persistent=False)
+        self.register_buffer("sin", (angles.sin() * factor).to(device, dtype)[:, None], persistent=False)
+
+    def forward(self, positions: Tensor) -> Rope:
+        """cos and sin, each [len(positions), 1, D]."""
+        return self.cos[positions], self.sin[positions]
+
+
+def rope_frequencies(config: DrafterConfig) -> tuple[Tensor, float]:
+    """Inverse frequencies [D/2] and the factor on cos and sin, as transformers computes them for Qwen3."""
+    from transformers import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+    parameters: dict[str, Any] = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
+    qwen = Qwen3Config(
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=parameters,
+    )
+    rotary = Qwen3RotaryEmbedding(qwen)
+    return rotary.inv_freq.float(), float(rotary.attention_scaling)
+
+
+def rotate(x_TXD: Tensor, rope: Rope) -> Tensor:
+    """Rotate pairs (d, d + D/2) by the token's angle."""
+    cos, sin = rope
+    first, second = x_TXD.chunk(2, dim=-1)
+    return x_TXD * cos + torch.cat((-second, first), dim=-1) * sin

@@ -1,0 +1,28 @@
+"""The errors that a user or a file can cause.
+
+Each message is one sentence that says what is wrong, where (file, line, field) and what to do. The command line prints
+it to stderr without a traceback and leaves with `exit_code`. Broken invariants of our own are `assert`s instead.
+"""
+
+import errno
+import signal
+
+
+class DflashError(Exception):
+    """Something a user or a file can cause."""
+
+    exit_code = 1
+
+
+class DiskFullError(DflashError):
+    """No space left; a launcher tells it from a broken run by its exit code."""
+
+    exit_code = errno.ENOSPC  # 28
+
+
+class Interrupted(DflashError):
+    """A stop was asked for by a signal; the message says what is kept."""
+
+    def __init__(self, message: str, signum: int = signal.SIGINT) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signum

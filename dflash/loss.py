@@ -1,0 +1,215 @@
+"""What a drafter is trained on: which slots count, how much, and the loss through the target's frozen head.
+
+The head is the target's: no gradient for it, and the full logits [slots, vocabulary] never exist. A chunk of blocks at a
+time makes its logits, the loss of each slot and, in the same pass, the gradient of the hidden states, so that backward
+only has to scale. Everything returned is a SUM (numerator) with the sum of its weights (denominator): the division comes
+once, over a whole optimiser step of all micro-steps and ranks.
+
+Axes: A anchors (blocks), J = B-1 scored slots (slot 0 carries the anchor and no loss), H hidden, V vocabulary, k teacher
+tokens.
+"""
+
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_LOGITS = 1 << 26  # fp32 logits of one chunk: 256 MiB
+
+
+@dataclass(frozen=True)
+class Head:
+    """The target's frozen head: logits = softcap · tanh(scale · x Wᵀ / softcap), as its family has them."""
+
+    weight_VH: Tensor
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] in at least fp32. The product runs in the weight's dtype, as the target's own does."""
+        logits = hidden.to(self.weight_VH.dtype) @ self.weight_VH.T
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+    def input_gradient(self, dlogits: Tensor, logits: Tensor) -> Tensor:
+        """Gradient of `hidden` for a gradient of `logits` (both fp32, [..., V])."""
+        if self.softcap is not None:
+            dlogits = dlogits * (1 - (logits / self.softcap) ** 2)
+        if self.scale != 1.0:
+            dlogits = dlogits * self.scale
+        return dlogits.to(self.weight_VH.dtype) @ self.weight_VH
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A soft teacher for the `kl` loss: its top-k tokens, or its last hidden state from which all logits follow."""
+
+    ids_AJk: Tensor | None = None
+    logp_AJk: Tensor | None = None
+    last_AJH: Tensor | None = None
+
+
+def slots_that_count(supervised_AB: Tensor, agrees_AB: Tensor, prefix: str) -> Tensor:
+    """Float [A, B-1]: 1 where slot j = 1..B-1 is scored.
+
+    A slot counts while it and every slot before it is supervised and inside the document and, with prefix "agree", every
+    scored slot before it has label = data token: past the first disagreement the data is no longer what the target would
+    have seen. The disagreeing slot itself counts.
+
+    Args:
+        supervised_AB: bool [A, B], token anchor+j is supervised and of the anchor's document; column 0 is the anchor.
+        agrees_AB: bool [A, B], the label of anchor+j equals the data token.
+    """
+    inside = supervised_AB.long().cumprod(dim=1)[:, 1:]
+    if prefix == "any":
+        return inside.float()
+    before = torch.ones_like(inside)
+    before[:, 1:] = agrees_AB[:, 1:-1].long().cumprod(dim=1)
+    return (inside * before).float()
+
+
+def default_gamma(block_size: int) -> float:
+    """The paper's decay (A.1): 4, 5, 7 for blocks 8, 10, 16, linear between; B/2 below 8 and 7B/16 above 16."""
+    if block_size <= 8:
+        return block_size / 2
+    if block_size <= 10:
+        return 4 + (block_size - 8) / 2
+    if block_size <= 16:
+        return 5 + (block_size - 10) / 3
+    return 7 * block_size / 16
+
+
+def decay_weights(block_size: int, gamma: float, device: torch.device | str) -> Tensor:
+    """exp(-(j-1)/γ) for j = 1..B-1, fp32 [J] (DFlash paper, section 4)."""
+    return torch.exp(-torch.arange(block_size - 1, dtype=torch.float32, device=device) / gamma)
+
+
+def dpace_weights(ce_AJ: Tensor, counts_AJ: Tensor, alpha: float = 0.5) -> Tensor:
+    """D-PACE (arXiv 2605.18810): w_j = Σ_{m≥j} Π_{i≤m} q̃_i with q̃ = (1-α) exp(-ce) + α; unscored slots are no-ops."""
+    confidence = (1 - alpha) * torch.exp(-ce_AJ) + alpha
+    reach = torch.where(counts_AJ > 0, confidence, 1.0).cumprod(dim=1) * counts_AJ
+    return reach.flip(1).cumsum(dim=1).flip(1) * counts_AJ
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """Sums over the slots of a micro-step; all fp32. `correct`, `scored`, `prefix` are per slot [J]."""
+
+    numerator: Tensor
+    denominator: Tensor
+    scored: Tensor  # slots that count
+    correct: Tensor  # of these, where the drafter's argmax is the label
+    prefix: Tensor  # of these, where it is and was in all slots before: what a server would accept
+
+
+def block_loss(
+    hidden_AJH: Tensor,
+    head: Head,
+    targets_AJ: Tensor,
+    counts_AJ: Tensor,
+    *,
+    decay_J: Tensor | None,
+    teacher: Teacher | None = None,
+    chunk_logits: int = CHUNK_LOGITS,
+) -> LossSums:
+    """Weighted sum of each slot's loss through the frozen head, differentiable in `hidden_AJH` only.
+
+    Args:
+        hidden_AJH: the drafter's outputs of slots 1..B-1.
+        targets_AJ: int64, the token each slot should propose; any value in [0, V) where the slot does not count.
+        counts_AJ: float, see `slots_that_count`.
+        decay_J: fixed weights of the slots; None for D-PACE.
+        teacher: None for cross entropy on `targets_AJ`; else KL(teacher ‖ drafter).
+    """
+    return LossSums(*_BlockLoss.apply(hidden_AJH, head, targets_AJ, counts_AJ, decay_J, teacher, chunk_logits))
+
+
+class _BlockLoss(torch.autograd.Function):
+    """Forward makes the gradient of `hidden_AJH` chunk by chunk; backward scales it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_AJH: Tensor,
+        head: Head,
+        targets_AJ: Tensor,
+        counts_AJ: Tensor,
+        decay_J: Tensor | None,
+        teacher: Teacher | None,
+        chunk_logits: int,
+    ) -> tuple[Tensor, ...]:
+        anchors, slots, _ = hidden_AJH.shape
+        step = max(1, chunk_logits // (slots * head.weight_VH.shape[0]))
+        gradient = torch.empty_like(hidden_AJH)
+        wide = torch.promote_types(hidden_AJH.dtype, torch.float32)
+        zero = hidden_AJH.new_zeros((), dtype=wide)
+        per_slot = hidden_AJH.new_zeros(slots, dtype=wide)
+        sums = (zero, zero.clone(), per_slot, per_slot.clone(), per_slot.clone())
+        for first in range(0, anchors, step):
+            part = slice(first, first + step)
+            chunk_teacher = _cut(teacher, part)
+            gradient[part], chunk_sums = _chunk(
+                hidden_AJH[part], head, targets_AJ[part], counts_AJ[part], decay_J, chunk_teacher
+            )
+            sums = tuple(a + b for a, b in zip(sums, chunk_sums, strict=True))  # type: ignore[assignment]
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(*sums[1:])
+        return sums
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (gradient,) = ctx.saved_tensors
+        return (gradient * grads[0].to(gradient.dtype), None, None, None, None, None, None)
+
+
+def _cut(teacher: Teacher | None, part: slice) -> Teacher | None:
+    if teacher is None:
+        return None
+    fields = (teacher.ids_AJk, teacher.logp_AJk, teacher.last_AJH)
+    return Teacher(*(None if field is None else field[part] for field in fields))
+
+
+def _chunk(
+    hidden_AJH: Tensor, head: Head, targets_AJ: Tensor, counts_AJ: Tensor, decay_J: Tensor | None, teacher: Teacher | None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Gradient [a, J, H] and the five sums of one chunk of blocks."""
+    logits = head.logits(hidden_AJH)
+    lse = torch.logsumexp(logits, dim=-1)
+    picked = logits.gather(-1, targets_AJ[..., None]).squeeze(-1)
+    ce_AJ = lse - picked
+    correct = (logits.argmax(dim=-1) == targets_AJ).float() * counts_AJ
+    weights = dpace_weights(ce_AJ, counts_AJ) if decay_J is None else decay_J * counts_AJ
+    # softmax in place of the logits, unless a softcap's derivative needs them later
+    softmax = (logits - lse[..., None]).exp_() if head.softcap is not None else logits.sub_(lse[..., None]).exp_()
+    if teacher is None:
+        term, dlogits = ce_AJ, softmax.scatter_(-1, targets_AJ[..., None], torch.exp(-ce_AJ)[..., None] - 1)
+    else:
+        term, dlogits = _kl(softmax, teacher, head)
+    gradient = head.input_gradient(dlogits.mul_(weights[..., None]), logits).to(hidden_AJH.dtype)
+    # D-PACE's denominator is the number of scored slots, decay's the sum of its weights (design, section 5)
+    denominator = counts_AJ.sum() if decay_J is None else weights.sum()
+    # where(), not a product alone: an unscored slot may hold anything, and 0 · inf is NaN
+    numerator = torch.where(weights > 0, term * weights, 0.0).sum()
+    scored, prefix = counts_AJ.sum(0), (correct.cumprod(dim=1) * counts_AJ).sum(0)
+    return gradient, (numerator, denominator, scored, correct.sum(0), prefix)
+
+
+def _kl(softmax: Tensor, teacher: Teacher, head: Head) -> tuple[Tensor, Tensor]:
+    """KL(teacher ‖ drafter) of each slot and its gradient by the logits; top-k is renormalised over its k tokens."""
+    tiny = torch.finfo(softmax.dtype).tiny  # a probability that underflowed still has a finite logarithm
+    if teacher.last_AJH is not None:
+        teacher_logp = torch.log_softmax(head.logits(teacher.last_AJH), dim=-1)
+        teacher_p = teacher_logp.exp()
+        return (teacher_p * (teacher_logp - softmax.clamp(min=tiny).log())).sum(-1), softmax.sub_(teacher_p)
+    assert teacher.ids_AJk is not None and teacher.logp_AJk is not None
+    teacher_logp = torch.log_softmax(teacher.logp_AJk.to(softmax.dtype), dim=-1)
+    teacher_p = teacher_logp.exp()
+    picked = softmax.gather(-1, teacher.ids_AJk)
+    term = (teacher_p * (teacher_logp - picked.clamp(min=tiny).log())).sum(-1)
+    return term, softmax.scatter_(-1, teacher.ids_AJk, picked - teacher_p)  # the k tokens of a slot are distinct
