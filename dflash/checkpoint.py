@@ -138,12 +138,21 @@ def config_from_json(document: dict[str, Any], path: Path) -> DrafterConfig:
 
 
 def write_drafter(
-    folder: Path, config: DrafterConfig, tensors: dict[str, Tensor], dtype: str, token_ids: dict[str, Any] | None = None
+    folder: Path,
+    config: DrafterConfig,
+    tensors: dict[str, Tensor],
+    dtype: str,
+    token_ids: dict[str, Any] | None = None,
+    metadata: dict[str, str] | None = None,
 ) -> None:
-    """Write config.json and model.safetensors (cast to `dtype`) into an existing folder; the config comes last."""
+    """Write config.json and model.safetensors (cast to `dtype`) into an existing folder; the config comes last.
+
+    `metadata` goes into the safetensors header, where no loader minds it.
+    """
+    check_tensors(tensors, config, folder / "model.safetensors")
     with replacing(folder / "model.safetensors") as sibling:
         cast = {name: tensor.detach().to("cpu", DTYPES[dtype]).contiguous() for name, tensor in tensors.items()}
-        save_file(cast, sibling, metadata={"format": "pt"})
+        save_file(cast, sibling, metadata={"format": "pt", **(metadata or {})})
     write_atomically(folder / "config.json", json.dumps(config_to_json(config, dtype, token_ids), indent=2) + "\n")
 
 

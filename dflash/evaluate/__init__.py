@@ -1,0 +1,1 @@
+"""What a server will see: prompts decoded with and without the drafter."""

@@ -1,0 +1,125 @@
+"""Speculative decoding against golden runs of the public reference and against the target alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash.checkpoint import load_drafter
+from dflash.decode import (
+    TappedTarget,
+    decode_plain,
+    decode_speculative,
+    first_difference,
+    kept_tokens,
+)
+from dflash.target import TargetSpec, load_target
+
+VECTORS = Path(__file__).parent / "assets" / "vectors"
+CASES = json.loads((VECTORS / "speculative_decoding.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple:
+    drafter = load_drafter(VECTORS / "drafter", torch.float32)
+    model = load_target(VECTORS / "target", torch.float32)
+    return TappedTarget(model, TargetSpec.read(VECTORS / "target"), drafter.config.taps), drafter
+
+
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_tokens_and_accepted_counts_equal_the_public_reference(pair: tuple, case: dict) -> None:
+    target, drafter = pair
+    response = decode_speculative(target, drafter, case["prompt"], 64)
+    assert case["prompt"] + response.output_ids == case["output"]
+    ours, golden = response.acceptance_lengths, case["acceptance_lengths"]
+    # the reference's last count is uncut, and it makes one more cycle when exactly 64 tokens are out
+    assert ours[:-1] == golden[: len(ours) - 1]
+    assert len(golden) - len(ours) in (0, 1)
+    assert sum(ours) == len(response.output_ids) - 1
+    assert decode_plain(target, case["prompt"], 64).output_ids == response.output_ids
+
+
+def test_a_stop_token_ends_the_answer_and_is_kept(pair: tuple) -> None:
+    target, drafter = pair
+    case = CASES[0]
+    answer = case["output"][len(case["prompt"]) :]
+    stop = answer[20]
+    expected = answer[: answer.index(stop) + 1]
+    for response in (
+        decode_plain(target, case["prompt"], 64, (stop,)),
+        decode_speculative(target, drafter, case["prompt"], 64, (stop,)),
+    ):
+        assert response.output_ids == expected
+    assert sum(response.acceptance_lengths) == len(expected) - 1
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7, 8, 9])
+def test_the_limit_holds_exactly(pair: tuple, limit: int) -> None:
+    target, drafter = pair
+    case = CASES[1]
+    expected = case["output"][len(case["prompt"]) :][:limit]
+    response = decode_speculative(target, drafter, case["prompt"], limit)
+    assert response.output_ids == expected == decode_plain(target, case["prompt"], limit).output_ids
+
+
+def test_slot_counts_agree_with_the_cycles(pair: tuple) -> None:
+    target, drafter = pair
+    response = decode_speculative(target, drafter, CASES[0]["prompt"], 64)
+    whole = response.acceptance_lengths[:-1]
+    for slot in range(drafter.config.block_size - 1):
+        expected = sum(length - 1 > slot for length in whole)
+        assert response.accepted[slot] - expected in (0, 1)  # the last cycle may be cut
+        assert response.drafted[slot] - len(whole) in (0, 1)
+
+
+def test_hooks_are_removed_and_a_bad_drafter_changes_nothing_but_speed(pair: tuple) -> None:
+    target, drafter = pair
+    broken = load_drafter(VECTORS / "drafter", torch.float32)
+    with torch.no_grad():
+        broken.fc.weight.mul_(-3.0)
+    case = CASES[2]
+    response = decode_speculative(target, broken, case["prompt"], 64)
+    assert case["prompt"] + response.output_ids == case["output"]
+    assert not any(module._forward_hooks for module in target.model.modules())
+
+
+def test_sampling_keeps_the_targets_distribution(pair: tuple) -> None:
+    """Chi-square over the second token, which a draft proposes: 500 samples of one prompt."""
+    target, drafter = pair
+    prompt, samples = CASES[0]["prompt"], 500
+    generator = torch.Generator().manual_seed(11)
+    counts = torch.zeros(256)
+    for _ in range(samples):
+        counts[decode_speculative(target, drafter, prompt, 2, (), 1.0, generator).output_ids[-1]] += 1
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        first = torch.softmax(target.model(ids).logits[0, -1] , -1)
+        batch = torch.cat((ids.expand(256, -1), torch.arange(256)[:, None]), 1)
+        second = torch.softmax(target.model(batch).logits[:, -1] , -1)
+    expected = (first[:, None] * second).sum(0) * samples
+    common = expected >= 5
+    chi = ((counts - expected)[common] ** 2 / expected[common]).sum()
+    rest = expected[~common].sum()
+    chi = chi + (counts[~common].sum() - rest) ** 2 / rest.clamp(min=1)
+    freedom = int(common.sum())
+    assert freedom > 8
+    assert chi < freedom + 4 * (2 * freedom) ** 0.5
+
+
+def test_a_difference_is_a_tie_only_within_rounding(pair: tuple) -> None:
+    target, _ = pair
+    case = CASES[0]
+    own = case["output"][len(case["prompt"]) :]
+    assert first_difference(target, case["prompt"], own, own) == "identical"
+    other = [*own[:5], (own[5] + 1) % 256, *own[6:]]
+    assert first_difference(target, case["prompt"], other, own) == "wrong"
+    assert first_difference(target, case["prompt"], other, own, ulps=1e9) == "ties"
+    assert first_difference(target, case["prompt"], own[:-1], own) == "wrong"
+
+
+def test_kept_tokens_cuts_at_limit_and_stop() -> None:
+    assert kept_tokens([4, 5, 6], 9, (7,)) == ([4, 5, 6], False)
+    assert kept_tokens([4, 5, 6], 3, (7,)) == ([4, 5, 6], True)
+    assert kept_tokens([4, 7, 6], 9, (7,)) == ([4, 7], True)
+    assert kept_tokens([4, 5, 6], 2, (6,)) == ([4, 5], True)

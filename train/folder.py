@@ -1,0 +1,150 @@
+"""The run folder: configuration, metrics and checkpoints, each whole or not there.
+
+    RUN/config.toml  environment.json  metrics.jsonl
+        checkpoints/step-000400/  model.safetensors  optimizer.safetensors  state.json
+
+Masters and moments are stored in fp32 under the parameters' names. A checkpoint is written in a sibling folder, fsynced
+and renamed, so a killed run leaves the last whole one. metrics.jsonl has a line a step; lines behind the checkpoint that a
+run resumes from are cut, since these steps come again.
+"""
+
+import json
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import dflash
+from dflash.errors import DflashError
+from dflash.files import fsync_path, write_atomically
+
+STATE_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on disk and its state.json."""
+
+    folder: Path
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.state["step"])
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        path = self.folder / f"{name}.safetensors"
+        try:
+            return load_file(path)
+        except (OSError, safetensors.SafetensorError) as error:
+            raise DflashError(f"{path} cannot be read ({error}); delete {self.folder} to resume from an earlier one.") from None
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    path = folder / "state.json"
+    try:
+        state = json.loads(path.read_text())
+        if state["format"] != STATE_FORMAT:
+            raise DflashError(f"{path} has format {state['format']}, this version reads {STATE_FORMAT}; use the version that wrote it.")
+        return Checkpoint(folder, state)
+    except FileNotFoundError:
+        raise DflashError(f"{folder} is no checkpoint: it has no state.json; give a run folder or RUN/checkpoints/step-….") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DflashError(f"{path} is damaged ({error!r}); delete {folder} to resume from an earlier checkpoint.") from None
+
+
+def checkpoints(run: Path) -> list[Checkpoint]:
+    """All checkpoints of a run, oldest first."""
+    folders = sorted((run / "checkpoints").glob("step-*")) if (run / "checkpoints").is_dir() else []
+    return [read_checkpoint(folder) for folder in folders]
+
+
+def save_checkpoint(run: Path, step: int, model: dict[str, Tensor], optimiser: dict[str, Tensor], state: dict[str, Any]) -> Path:
+    """Write checkpoints/step-…/ whole: temporary sibling, fsync of every file and folder, rename."""
+    parent = run / "checkpoints"
+    parent.mkdir(parents=True, exist_ok=True)
+    final, temporary = parent / checkpoint_name(step), parent / f".{checkpoint_name(step)}.partial"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    for name, tensors in (("model", model), ("optimizer", optimiser)):
+        host = {key: tensor.detach().to("cpu").contiguous().clone() for key, tensor in tensors.items()}
+        save_file(host, temporary / f"{name}.safetensors")
+    (temporary / "state.json").write_text(json.dumps({"format": STATE_FORMAT, "step": step, **state}, indent=1) + "\n")
+    for file in temporary.iterdir():
+        fsync_path(file)
+    fsync_path(temporary)
+    if final.exists():  # the same step again, with a validation that the first one lacked
+        retire(final)
+    os.rename(temporary, final)
+    fsync_path(parent)
+    return final
+
+
+def retire(folder: Path) -> None:
+    """Delete a checkpoint so that no half of it is ever seen."""
+    gone = folder.with_name(f".{folder.name}.gone")
+    shutil.rmtree(gone, ignore_errors=True)
+    os.rename(folder, gone)
+    shutil.rmtree(gone)
+
+
+def prune(run: Path, keep: int, best: int | None) -> None:
+    """Delete all checkpoints but the newest `keep` and the best."""
+    found = checkpoints(run)
+    for checkpoint in found[:-keep]:
+        if checkpoint.step != best:
+            retire(checkpoint.folder)
+    for rest in (run / "checkpoints").glob(".step-*"):
+        shutil.rmtree(rest, ignore_errors=True)
+
+
+class Metrics:
+    """metrics.jsonl: a line a step and a line a validation, in order."""
+
+    def __init__(self, run: Path, keep_until: int) -> None:
+        """Open for appending, after dropping torn lines and those of steps behind `keep_until`."""
+        self.path = run / "metrics.jsonl"
+        kept = [line for line in _lines(self.path) if line["step"] <= keep_until]
+        write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+        self.file = self.path.open("a")
+
+    def write(self, line: dict[str, Any]) -> None:
+        self.file.write(json.dumps(line) + "\n")
+
+    def sync(self) -> None:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    lines = []
+    for text in path.read_text().splitlines() if path.exists() else ():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:  # the torn last line of a killed run
+            break
+    return lines
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """Versions and device: nothing of the user or the machine's name."""
+    import numpy
+    import transformers
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "dflash": dflash.__version__, "python": platform.python_version(), "torch": str(torch.__version__),
+        "transformers": transformers.__version__, "numpy": numpy.__version__, "device": name,
+        "threads": str(torch.get_num_threads()),
+    }  # fmt: skip

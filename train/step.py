@@ -1,0 +1,176 @@
+"""The micro-step: one batch of one bucket, from stored rows to accumulated gradients and sums.
+
+Everything is arithmetic on tensors of shapes that follow from (R, C, A, B) alone; stale bytes behind a row's
+length never count. The eager runner of this file may crop a batch to its longest row and drop dummy anchors.
+
+Axes: R rows, C context positions, S = R·C, K taps, H hidden, A anchors, B block, J = B-1 scored slots.
+"""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dflash.attention import attend_rows, row_spans
+from dflash.drafter import Drafter, RopeTable, embed_blocks
+from dflash.loss import Head, LossSums, Teacher, block_loss, slots_that_count
+from dflash.store import Store
+from dflash.train.anchors import choose, scores
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch on the device. Values behind `lengths` are stale and must not matter."""
+
+    hidden: Tensor  # [R, C, K·H] bfloat16 (int8 with `scale`)
+    input_ids: Tensor  # [R, C] int32
+    labels: Tensor  # [R, C] int32; the data tokens where the store has no labels
+    loss_mask: Tensor  # [R, C] uint8
+    lengths: Tensor  # [R] int32, 0 where there is no row
+    documents: Tensor  # [R] int64
+    scale: Tensor | None = None  # [R, C, K] fp32
+    last: Tensor | None = None  # [R, C, H] bfloat16
+    topk_ids: Tensor | None = None  # [R, C, k] int32
+    topk_logp: Tensor | None = None  # [R, C, k] float16
+
+    def cropped(self, length: int) -> "Batch":
+        """Views of the first `length` positions of every row."""
+        parts = {f.name: getattr(self, f.name) for f in fields(self)}
+        cut = {name: part[:, :length] if part is not None and part.ndim > 1 else part for name, part in parts.items()}
+        return Batch(**cut)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What a slot is trained on and how much it weighs."""
+
+    loss: str  # ce | ce-tokens | kl
+    decay_J: Tensor | None  # None: D-PACE
+    prefix: str  # agree | any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The drafter with what of the target it needs."""
+
+    drafter: Drafter
+    rope: RopeTable
+    embed_VH: Tensor
+    embed_factor: float
+    head: Head
+    tap_rms: Tensor | None = None  # [K·H] fp32, of an int8 store
+
+
+def stored_states(hidden: Tensor, scale: Tensor | None, model: Model) -> Tensor:
+    """States as they come from the store, [..., K·H], in the drafter's dtype; int8 is scaled back."""
+    dtype = model.embed_VH.dtype
+    if scale is None:
+        return hidden.to(dtype)
+    assert model.tap_rms is not None, "an int8 store brings its channels' RMS"
+    wide = hidden.unflatten(-1, (scale.shape[-1], -1)).float() * scale[..., None]
+    return (wide.flatten(-2) * model.tap_rms).to(dtype)
+
+
+def tap_rms(store: Store, device: torch.device | str = "cpu") -> Tensor | None:
+    """The channels' RMS [K·H] by which an int8 store was divided; None for the others."""
+    if store.meta.storage != "int8":
+        return None
+    (rms,) = load_file(store.root / "calib.safetensors").values()
+    return rms.to(device)
+
+
+def row_states(arrays: dict[str, np.ndarray], model: Model) -> Tensor:
+    """The same of one row as `Store.read_row` gives it."""
+    device = model.embed_VH.device
+    hidden = torch.from_numpy(arrays["hidden"]).to(device)
+    hidden = hidden.view(torch.bfloat16) if hidden.dtype == torch.uint16 else hidden
+    scale = torch.from_numpy(arrays["scale"]).to(device) if "scale" in arrays else None
+    return stored_states(hidden, scale, model)
+
+
+def tapped_states(batch: Batch, inside_RC: Tensor, model: Model) -> Tensor:
+    """The taps of a batch, [S, K·H]; zero behind a row's length, so stale NaN cannot reach a product."""
+    states = stored_states(batch.hidden, batch.scale, model)
+    return torch.where(inside_RC[..., None], states, 0.0).flatten(0, 1)
+
+
+def micro_loss(
+    model: Model, batch: Batch, objective: Objective, anchors: int, seed: int, step: Tensor
+) -> tuple[LossSums, Tensor] | None:
+    """The loss sums of one micro-batch and its number of live anchors; None when no position can be an anchor."""
+    rows, ceiling = batch.input_ids.shape
+    block = model.drafter.config.block_size
+    device = batch.input_ids.device
+    positions_C = torch.arange(ceiling, device=device)
+    inside_RC = positions_C < batch.lengths[:, None]
+    supervised_RC = (batch.loss_mask > 0) & inside_RC
+    flat_A, live_A = choose(supervised_RC, scores(seed, step, batch.documents, ceiling), anchors)
+    flat_A = flat_A[: int(live_A.sum())]
+    if not len(flat_A):
+        return None
+
+    positions_A = flat_A % ceiling
+    slots_AB = positions_A[:, None] + torch.arange(block, device=device)
+    fits_AB = slots_AB < ceiling
+    index_AB = torch.where(fits_AB, flat_A[:, None] + torch.arange(block, device=device), flat_A[:, None])
+    inside_AB = inside_RC.flatten()[index_AB] & fits_AB
+    tokens_AB = torch.where(inside_AB, batch.input_ids.flatten()[index_AB], 0).long()
+    labels_AB = torch.where(inside_AB, batch.labels.flatten()[index_AB], 0).long()
+    supervised_AB = supervised_RC.flatten()[index_AB] & inside_AB
+    counts_AJ = slots_that_count(supervised_AB, labels_AB == tokens_AB, objective.prefix)
+    targets_AJ = (tokens_AB if objective.loss == "ce-tokens" else labels_AB)[:, 1:].clamp(min=0)
+
+    x_AB = embed_blocks(model.embed_VH, model.embed_factor, tokens_AB[:, 0], model.drafter.config.mask_token_id, block)
+    taps_SF = tapped_states(batch, inside_RC, model)
+    attend = attend_rows(row_spans(flat_A, rows, ceiling), positions_A, block)
+    hidden = model.drafter(
+        taps_SF, model.rope(positions_C.repeat(rows)), x_AB.flatten(0, 1), model.rope(slots_AB.flatten()), attend
+    )
+    hidden_AJH = hidden.unflatten(0, (-1, block))[:, 1:]
+    teacher = soft_teacher(batch, index_AB[:, 1:], inside_AB[:, 1:]) if objective.loss == "kl" else None
+    sums = block_loss(hidden_AJH, model.head, targets_AJ, counts_AJ, decay_J=objective.decay_J, teacher=teacher)
+    return sums, live_A.sum()
+
+
+def soft_teacher(batch: Batch, index_AJ: Tensor, inside_AJ: Tensor) -> Teacher:
+    """The stored teacher of slots 1..B-1. Top-k belongs to its position; a last state predicts the NEXT position."""
+    inside = inside_AJ[..., None]
+    if batch.last is not None:
+        return Teacher(last_AJH=torch.where(inside, batch.last.flatten(0, 1)[(index_AJ - 1).clamp(min=0)], 0.0))
+    assert batch.topk_ids is not None, "checked when the run began"
+    assert batch.topk_logp is not None, "stored beside its ids"
+    ranks = torch.arange(batch.topk_ids.shape[-1], device=index_AJ.device, dtype=batch.topk_ids.dtype)
+    ids = torch.where(inside, batch.topk_ids.flatten(0, 1)[index_AJ], ranks)  # distinct ids also where nothing counts
+    logp = torch.where(inside, batch.topk_logp.flatten(0, 1)[index_AJ], 0.0)
+    return Teacher(ids_AJk=ids.long(), logp_AJk=logp)
+
+
+class Sums:
+    """Accumulated over the micro-steps of a step in one vector: numerator, denominator, anchors, then per slot."""
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self.slots = slots
+        self.vector = torch.zeros(3 + 3 * slots, dtype=torch.float32, device=device)
+
+    def add(self, sums: LossSums, anchors: Tensor) -> None:
+        parts = (sums.numerator.detach(), sums.denominator, anchors)
+        heads = torch.stack([part.to(self.vector.dtype) for part in parts])
+        per_slot = torch.cat((sums.scored, sums.correct, sums.prefix)).to(self.vector.dtype)
+        self.vector += torch.cat((heads, per_slot))
+
+    @property
+    def denominator(self) -> Tensor:
+        return self.vector[1]
+
+
+def micro_step(
+    model: Model, batch: Batch, objective: Objective, anchors: int, seed: int, step: Tensor, sums: Sums
+) -> None:
+    """Forward and backward of one micro-batch; gradients and sums accumulate, unnormalised."""
+    result = micro_loss(model, batch, objective, anchors, seed, step)
+    if result is not None:
+        loss_sums, live = result
+        loss_sums.numerator.backward()
+        sums.add(loss_sums, live)
