@@ -11,6 +11,7 @@ accepted when it equals the sample, which keeps the target's distribution exactl
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,8 @@ class TappedTarget:
         self.head = Head(model.get_output_embeddings().weight, spec.logit_scale, spec.softcap)
         self.device = self.embed_VH.device
         self._outputs: dict[int, Tensor] = {}
+        # transformers renamed the argument within version 5
+        self._cache_name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
 
     @contextmanager
     def tapped(self) -> Iterator[None]:
@@ -67,9 +70,15 @@ class TappedTarget:
 
     def forward(self, ids: Tensor, cache: DynamicCache, keep_logits: int) -> tuple[Tensor, Tensor]:
         """Logits [keep, V] of the last tokens, taps [T, K·H] of all tokens of `ids` [T]."""
-        out = self.model(input_ids=ids[None], past_key_values=cache, use_cache=True, logits_to_keep=keep_logits)
-        taps = [self._outputs[tap][0] for tap in self.taps]
-        return out.logits[0], torch.cat(taps, dim=-1) if taps else ids.new_empty(0)
+        logits = self.logits(ids, cache, keep_logits)
+        return logits, torch.cat([self._outputs[tap][0] for tap in self.taps], dim=-1)
+
+    def logits(self, ids: Tensor, cache: DynamicCache | None, keep_logits: int) -> Tensor:
+        """The model's own logits [keep, V] of the last tokens of `ids` [T] behind what the cache holds."""
+        kept = {self._cache_name: cache} if cache is not None else {}
+        return self.model(
+            input_ids=ids[None], use_cache=cache is not None, logits_to_keep=keep_logits, **kept
+        ).logits[0]
 
 
 class DraftCache:
@@ -140,7 +149,7 @@ def decode_plain(
     output: list[int] = []
     ids = torch.tensor(prompt_ids, device=target.device)
     while True:
-        logits = target.model(input_ids=ids[None], past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0]
+        logits = target.logits(ids, cache, keep_logits=1)
         ids = choose(logits, temperature, generator)
         kept, ended = kept_tokens(ids.tolist(), max_new_tokens - len(output), stop_ids)
         output += kept
@@ -210,7 +219,7 @@ def first_difference(
     if where is None:
         return "wrong"
     ids = torch.tensor([*prompt_ids, *baseline[:where]], device=target.device)
-    logits = target.model(input_ids=ids[None], use_cache=False, logits_to_keep=1).logits[0, -1]
+    logits = target.logits(ids, None, keep_logits=1)[-1]
     ours, own = logits[output[where]].float(), logits[baseline[where]].float()
     ulp = torch.finfo(logits.dtype).eps * 2 ** torch.floor(torch.log2(torch.maximum(ours.abs(), own.abs())))
     return "ties" if (own - ours).abs() <= ulps * ulp else "wrong"
