@@ -1,8 +1,8 @@
 """What a block may see, and how it is computed.
 
-The rule (DFlash paper, section 4; SpecForge #455 for what happens without it): a block token sees the context of its own row at positions STRICTLY before its
-block's anchor, and every token of its own block; nothing else. The anchor's own state does not exist yet when a server
-drafts, so a drafter that saw it in training would be worthless.
+The rule (DFlash paper, section 4; SpecForge #455 for what happens without it): a block token sees the context of its
+own row at positions STRICTLY before its block's anchor, and every token of its own block; nothing else. The anchor's
+own state does not exist yet when a server drafts, so a drafter that saw it in training would be worthless.
 
 `attend_rows` loops over rows and sees only a row's context and its own blocks (the CPU's way, also without capture).
 A dense mask over everything exists in the tests only.

@@ -1,8 +1,8 @@
 """Reading and writing a drafter in the public z-lab layout: config.json and model.safetensors.
 
-The layout is what z-lab's class, vLLM and SGLang load: bfloat16 tensors without a prefix, model_type qwen3, the block size
-in both places where servers look, rope parameters in the old and the new spelling (docs/checkpoints.md lists every key).
-A tap is the 0-based index of a decoder layer whose OUTPUT is tapped; the field is `target_layer_ids`.
+The layout is what z-lab's class, vLLM and SGLang load: bfloat16 tensors without a prefix, model_type qwen3, the block
+size in both places where servers look, rope parameters in the old and the new spelling (docs/checkpoints.md lists
+every key). A tap is the 0-based index of a decoder layer whose OUTPUT is tapped; the field is `target_layer_ids`.
 """
 
 import json
@@ -98,16 +98,26 @@ def config_from_json(document: dict[str, Any], path: Path) -> DrafterConfig:
 
     def need(field: str, source: dict[str, Any] = document, prefix: str = "") -> Any:
         if field not in source:
-            raise DflashError(f"{path}: the field {prefix}{field} is missing; a DFlash drafter cannot be used without it.")
+            raise DflashError(
+                f"{path}: the field {prefix}{field} is missing; a DFlash drafter cannot be used without it."
+            )
         return source[field]
 
     architecture = document.get("architectures") or [None]
     if architecture[0] != ARCHITECTURE:
-        hint = " (its labels are shifted by one, so its weights mean something else)" if "DSpark" in str(architecture) else ""
-        raise DflashError(f"{path}: architectures is {architecture}, not [{ARCHITECTURE!r}]{hint}; export it in that layout.")
+        hint = (
+            " (its labels are shifted by one, so its weights mean something else)"
+            if "DSpark" in str(architecture)
+            else ""
+        )
+        raise DflashError(
+            f"{path}: architectures is {architecture}, not [{ARCHITECTURE!r}]{hint}; export it in that layout."
+        )
     inner = need("dflash_config")
     if any(kind != "full_attention" for kind in document.get("layer_types", [])):
-        raise DflashError(f"{path}: layer_types has sliding layers, which this version does not run; use full_attention.")
+        raise DflashError(
+            f"{path}: layer_types has sliding layers, which this version does not run; use full_attention."
+        )
     parameters = dict(document.get("rope_parameters") or {})
     scaling = dict(document.get("rope_scaling") or parameters)
     scaling.pop("rope_theta", None)
@@ -175,7 +185,8 @@ def read_drafter(folder: Path) -> tuple[DrafterConfig, dict[str, Tensor]]:
 
 
 def check_tensors(tensors: dict[str, Tensor], config: DrafterConfig, path: Path) -> None:
-    """Refuse missing, unknown or misshapen tensors: servers skip unknown names silently, so we do not write or read any."""
+    """Refuse missing, unknown or misshapen tensors: servers skip unknown names silently, so we do not write or read
+    any."""
     expected = tensor_shapes(config)
     for name in sorted(expected.keys() | tensors.keys()):
         if name not in tensors:

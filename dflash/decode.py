@@ -1,17 +1,19 @@
 """Speculative decoding: the drafter proposes a block, the target verifies it in one forward (DFlash paper, section 3).
 
-A cycle: the anchor is the newest token, known but without a state. The drafter sees the cached context strictly before it
-and fills B-1 mask slots; the target runs on the block; drafts are accepted while they equal what the target itself says,
-and the target's next token comes on top. So a cycle yields accepted + 1 tokens, and the text is the target's own.
+A cycle: the anchor is the newest token, known but without a state. The drafter sees the cached context strictly
+before it and fills B-1 mask slots; the target runs on the block; drafts are accepted while they equal what the target
+itself says, and the target's next token comes on top. So a cycle yields accepted + 1 tokens, and the text is the
+target's own.
 
 Both caches are cropped and appended to, never rebuilt. With a temperature the target's token is sampled and a draft is
 accepted when it equals the sample, which keeps the target's distribution exactly.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +22,16 @@ from transformers import DynamicCache
 from dflash.attention import attend_blocks
 from dflash.drafter import Drafter, RopeTable, embed_blocks
 from dflash.loss import Head
-from dflash.target import TargetSpec, decoder_layers
+from dflash.target import TargetSpec, decoder_layers, head_weight
 
 
 @dataclass(frozen=True)
 class Response:
     """One decoded answer.
 
-    acceptance_lengths: tokens kept of every cycle (accepted drafts + 1; the last may be cut by a stop token or the limit).
-    drafted, accepted: per slot 1..B-1, in how many cycles the slot was proposed, and accepted with all slots before it.
+    acceptance_lengths: tokens kept of every cycle (accepted drafts + 1; the last may be cut by a stop token or the
+    limit). drafted, accepted: per slot 1..B-1, in how many cycles the slot was proposed, and accepted with all slots
+    before it.
     """
 
     output_ids: list[int]
@@ -40,12 +43,12 @@ class Response:
 class TappedTarget:
     """A target with a cache, and the outputs of its tapped layers of the last forward."""
 
-    def __init__(self, model: nn.Module, spec: TargetSpec, taps: Sequence[int]) -> None:
+    def __init__(self, model: Any, spec: TargetSpec, taps: Sequence[int]) -> None:
         self.model = model
         self.spec = spec
         self.taps = tuple(taps)
         self.embed_VH: Tensor = model.get_input_embeddings().weight
-        self.head = Head(model.get_output_embeddings().weight, spec.logit_scale, spec.softcap)
+        self.head = Head(head_weight(model), spec.logit_scale / spec.logit_divisor, spec.softcap)
         self.device = self.embed_VH.device
         self._outputs: dict[int, Tensor] = {}
         # transformers renamed the argument within version 5
@@ -62,8 +65,8 @@ class TappedTarget:
             for hook in hooks:
                 hook.remove()
 
-    def _keep(self, tap: int):  # noqa: ANN202
-        def hook(module: nn.Module, inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
+    def _keep(self, tap: int) -> Callable[[nn.Module, object, Any], None]:
+        def hook(module: nn.Module, inputs: object, output: Any) -> None:
             self._outputs[tap] = output[0] if isinstance(output, tuple) else output
 
         return hook
@@ -76,9 +79,9 @@ class TappedTarget:
     def logits(self, ids: Tensor, cache: DynamicCache | None, keep_logits: int) -> Tensor:
         """The model's own logits [keep, V] of the last tokens of `ids` [T] behind what the cache holds."""
         kept = {self._cache_name: cache} if cache is not None else {}
-        return self.model(
-            input_ids=ids[None], use_cache=cache is not None, logits_to_keep=keep_logits, **kept
-        ).logits[0]
+        return self.model(input_ids=ids[None], use_cache=cache is not None, logits_to_keep=keep_logits, **kept).logits[
+            0
+        ]
 
 
 class DraftCache:
@@ -99,7 +102,9 @@ class DraftCache:
         self.length = end
 
     def layers(self) -> list[tuple[Tensor, Tensor]]:
-        return [(keys[: self.length], values[: self.length]) for keys, values in zip(self.keys, self.values, strict=True)]
+        return [
+            (keys[: self.length], values[: self.length]) for keys, values in zip(self.keys, self.values, strict=True)
+        ]
 
 
 def draft(drafter: Drafter, target: TappedTarget, cache: DraftCache, anchor_id: int, rope: RopeTable) -> Tensor:

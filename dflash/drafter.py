@@ -1,9 +1,9 @@
 """The drafter: a small decoder that proposes a whole block of tokens in one pass (DFlash paper, arXiv 2602.06036, A.3).
 
-It has no embedding and no head of its own; both are the target's and stay frozen. Context enters every layer as keys and
-values: the target's tapped hidden states go through `fc` and `hidden_norm` once and then through each layer's `k_proj`
-and `v_proj`. Only the block itself has queries, an attention output and an MLP, so a context token costs a few percent
-of a block token.
+It has no embedding and no head of its own; both are the target's and stay frozen. Context enters every layer as keys
+and values: the target's tapped hidden states go through `fc` and `hidden_norm` once and then through each layer's
+`k_proj` and `v_proj`. Only the block itself has queries, an attention output and an MLP, so a context token costs a
+few percent of a block token.
 
 Axes in names: S context tokens (flattened), N block tokens (anchors × block size), F = K·H tapped features, H hidden,
 Q query heads, G key/value heads, D head dimension. Tensor names of the module are the public checkpoint's.
@@ -104,6 +104,9 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
+    def all_layers(self) -> list[Layer]:
+        return [layer for layer in self.layers if isinstance(layer, Layer)]
+
     def context(self, taps_SF: Tensor) -> Tensor:
         """The context as every layer sees it, [S, H]. It does not pass a layer's own input norm."""
         return self.hidden_norm(self.fc(taps_SF))
@@ -111,11 +114,11 @@ class Drafter(nn.Module):
     def context_keys_values(self, taps_SF: Tensor, rope: Rope) -> list[tuple[Tensor, Tensor]]:
         """Per layer the keys and values [S, G, D] of context tokens: what a decoder caches."""
         context_SH = self.context(taps_SF)
-        return [layer.self_attn.keys_values(context_SH, rope) for layer in self.layers]
+        return [layer.self_attn.keys_values(context_SH, rope) for layer in self.all_layers()]
 
     def blocks(self, x_NH: Tensor, rope: Rope, context_kv: list[tuple[Tensor, Tensor]], attend: Attend) -> Tensor:
         """Run embedded block tokens [N, H] through the layers; returns normed hidden states [N, H]."""
-        for layer, layer_kv in zip(self.layers, context_kv, strict=True):
+        for layer, layer_kv in zip(self.all_layers(), context_kv, strict=True):
             x_NH = layer(x_NH, rope, layer_kv, attend)
         return self.norm(x_NH)
 
@@ -166,7 +169,11 @@ def rope_frequencies(config: DrafterConfig) -> tuple[Tensor, float]:
     from transformers import Qwen3Config
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-    parameters: dict[str, Any] = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
+    parameters: dict[str, Any] = {
+        "rope_type": "default",
+        **(config.rope_scaling or {}),
+        "rope_theta": config.rope_theta,
+    }
     qwen = Qwen3Config(
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_heads,

@@ -1,14 +1,13 @@
 """What a drafter is trained on: which slots count, how much, and the loss through the target's frozen head.
 
-The head is the target's: no gradient for it, and the full logits [slots, vocabulary] never exist. A chunk of blocks at a
-time makes its logits, the loss of each slot and, in the same pass, the gradient of the hidden states, so that backward
-only has to scale. Everything returned is a SUM (numerator) with the sum of its weights (denominator): the division comes
-once, over a whole optimiser step of all micro-steps and ranks.
+The head is the target's: no gradient for it, and the full logits [slots, vocabulary] never exist. A chunk of blocks
+at a time makes its logits, the loss of each slot and, in the same pass, the gradient of the hidden states, so that
+backward only has to scale. Everything returned is a SUM (numerator) with the sum of its weights (denominator): the
+division comes once, over a whole optimiser step of all micro-steps and ranks.
 
-Axes: A anchors (blocks), J = B-1 scored slots (slot 0 carries the anchor and no loss), H hidden, V vocabulary, k teacher
-tokens.
+Axes: A anchors (blocks), J = B-1 scored slots (slot 0 carries the anchor and no loss), H hidden, V vocabulary, k
+teacher tokens.
 """
-
 
 from dataclasses import dataclass
 from typing import Any
@@ -58,9 +57,9 @@ class Teacher:
 def slots_that_count(supervised_AB: Tensor, agrees_AB: Tensor, prefix: str) -> Tensor:
     """Float [A, B-1]: 1 where slot j = 1..B-1 is scored.
 
-    A slot counts while it and every slot before it is supervised and inside the document and, with prefix "agree", every
-    scored slot before it has label = data token: past the first disagreement the data is no longer what the target would
-    have seen. The disagreeing slot itself counts.
+    A slot counts while it and every slot before it is supervised and inside the document and, with prefix "agree",
+    every scored slot before it has label = data token: past the first disagreement the data is no longer what the
+    target would have seen. The disagreeing slot itself counts.
 
     Args:
         supervised_AB: bool [A, B], token anchor+j is supervised and of the anchor's document; column 0 is the anchor.
@@ -157,7 +156,7 @@ class _BlockLoss(torch.autograd.Function):
             gradient[part], chunk_sums = _chunk(
                 hidden_AJH[part], head, targets_AJ[part], counts_AJ[part], decay_J, chunk_teacher
             )
-            sums = tuple(a + b for a, b in zip(sums, chunk_sums, strict=True))  # type: ignore[assignment]
+            sums = tuple(a + b for a, b in zip(sums, chunk_sums, strict=True))
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(*sums[1:])
         return sums
@@ -176,7 +175,12 @@ def _cut(teacher: Teacher | None, part: slice) -> Teacher | None:
 
 
 def _chunk(
-    hidden_AJH: Tensor, head: Head, targets_AJ: Tensor, counts_AJ: Tensor, decay_J: Tensor | None, teacher: Teacher | None
+    hidden_AJH: Tensor,
+    head: Head,
+    targets_AJ: Tensor,
+    counts_AJ: Tensor,
+    decay_J: Tensor | None,
+    teacher: Teacher | None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Gradient [a, J, H] and the five sums of one chunk of blocks."""
     logits = head.logits(hidden_AJH)
@@ -207,7 +211,8 @@ def _kl(softmax: Tensor, teacher: Teacher, head: Head) -> tuple[Tensor, Tensor]:
         teacher_logp = torch.log_softmax(head.logits(teacher.last_AJH), dim=-1)
         teacher_p = teacher_logp.exp()
         return (teacher_p * (teacher_logp - softmax.clamp(min=tiny).log())).sum(-1), softmax.sub_(teacher_p)
-    assert teacher.ids_AJk is not None and teacher.logp_AJk is not None
+    assert teacher.ids_AJk is not None, "a teacher has a last state or a top-k"
+    assert teacher.logp_AJk is not None, "log-probabilities come with their ids"
     teacher_logp = torch.log_softmax(teacher.logp_AJk.to(softmax.dtype), dim=-1)
     teacher_p = teacher_logp.exp()
     picked = softmax.gather(-1, teacher.ids_AJk)

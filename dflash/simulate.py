@@ -1,9 +1,9 @@
 """Acceptance on stored rows, walked as a server would: no target is needed.
 
-Every supervised position is an anchor; a(p) is the number of leading drafts that equal the labels. The walk starts at the
-first supervised token of a turn, counts min(a(p) + 1, tokens left) and jumps there: the bonus token is included, and the
-last cycle counts only what the answer still had. On answers that the target itself gave greedily this is the served
-acceptance length; on other answers it is indicative.
+Every supervised position is an anchor; a(p) is the number of leading drafts that equal the labels. The walk starts at
+the first supervised token of a turn, counts min(a(p) + 1, tokens left) and jumps there: the bonus token is included,
+and the last cycle counts only what the answer still had. On answers that the target itself gave greedily this is the
+served acceptance length; on other answers it is indicative.
 """
 
 from dataclasses import dataclass, field
@@ -49,7 +49,8 @@ class Tally:
         return {"pooled": self.tokens / self.cycles, "macro": sum(self.responses) / len(self.responses)}
 
     def per_slot(self) -> list[dict[str, float | int | None]]:
-        """acceptance: share of cycles whose drafts up to this slot were all accepted; conditional: given those before."""
+        """acceptance: share of cycles whose drafts up to this slot were all accepted; conditional: given those
+        before."""
         rows: list[dict[str, float | int | None]] = []
         for slot, (drafted, accepted) in enumerate(zip(self.drafted, self.accepted, strict=True)):
             before = self.accepted[slot - 1] if slot else drafted

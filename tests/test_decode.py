@@ -74,7 +74,7 @@ def test_slot_counts_agree_with_the_cycles(pair: tuple) -> None:
 
 
 def test_hooks_are_removed_and_a_bad_drafter_changes_nothing_but_speed(pair: tuple) -> None:
-    target, drafter = pair
+    target, _drafter = pair
     broken = load_drafter(VECTORS / "drafter", torch.float32)
     with torch.no_grad():
         broken.fc.weight.mul_(-3.0)
@@ -94,9 +94,9 @@ def test_sampling_keeps_the_targets_distribution(pair: tuple) -> None:
         counts[decode_speculative(target, drafter, prompt, 2, (), 1.0, generator).output_ids[-1]] += 1
     ids = torch.tensor([prompt])
     with torch.inference_mode():
-        first = torch.softmax(target.model(ids).logits[0, -1] , -1)
+        first = torch.softmax(target.model(ids).logits[0, -1], -1)
         batch = torch.cat((ids.expand(256, -1), torch.arange(256)[:, None]), 1)
-        second = torch.softmax(target.model(batch).logits[:, -1] , -1)
+        second = torch.softmax(target.model(batch).logits[:, -1], -1)
     expected = (first[:, None] * second).sum(0) * samples
     common = expected >= 5
     chi = ((counts - expected)[common] ** 2 / expected[common]).sum()

@@ -115,5 +115,6 @@ def test_gradients_of_rows_equal_those_of_the_dense_mask() -> None:
 def test_rope_scaling_changes_the_angles(scaling: dict) -> None:
     plain, factor = rope_frequencies(small_config())
     scaled, scaled_factor = rope_frequencies(small_config(rope_scaling=scaling))
-    assert factor == 1.0 and plain.shape == scaled.shape == (4,)
+    assert factor == 1.0
+    assert plain.shape == scaled.shape == (4,)
     assert not torch.equal(plain, scaled) or scaled_factor != 1.0

@@ -47,7 +47,9 @@ def test_loss_and_gradient_equal_autograd_in_fp64(kind: str, scale: float, softc
         values, ids = torch.log_softmax(plain_logits(last, weight, scale, softcap), -1).topk(4)
         teacher = Teacher(ids_AJk=ids, logp_AJk=values)
         renormalised = values - values.logsumexp(-1, keepdim=True)
-        teacher_logp = torch.full((ANCHORS, SLOTS, VOCABULARY), -1e300, dtype=torch.float64).scatter(-1, ids, renormalised)
+        teacher_logp = torch.full((ANCHORS, SLOTS, VOCABULARY), -1e300, dtype=torch.float64).scatter(
+            -1, ids, renormalised
+        )
     decay = None if kind == "dpace" else decay_weights(SLOTS + 1, 2.5, "cpu").double()
 
     ours = hidden.clone().requires_grad_()
@@ -90,7 +92,8 @@ def test_no_scored_slot_gives_zero_and_no_nan() -> None:
         leaf = hidden.clone().requires_grad_()
         sums = block_loss(leaf, Head(weight), targets, torch.zeros_like(counts), decay_J=decay)
         sums.numerator.backward()
-        assert sums.numerator == 0 and sums.denominator == 0
+        assert sums.numerator == 0
+        assert sums.denominator == 0
         assert torch.equal(leaf.grad, torch.zeros_like(hidden))
 
 

@@ -2,9 +2,9 @@
 
 import random
 
-NUMBERS = "zero one two three four five six".split()
-LOOKS = "red blue green small old quiet bright".split()
-THINGS = "cat dog bird fish horse tree house river stone cloud".split()
+NUMBERS = ["zero", "one", "two", "three", "four", "five", "six"]
+LOOKS = ["red", "blue", "green", "small", "old", "quiet", "bright"]
+THINGS = ["cat", "dog", "bird", "fish", "horse", "tree", "house", "river", "stone", "cloud"]
 
 
 def prompts(count: int, seed: int) -> list[str]:

@@ -1,8 +1,8 @@
 """Choosing anchors on the device with fixed shapes: no generator, no nonzero, no read-back.
 
-A position is a valid anchor when it and the next are supervised tokens of the document. Every position gets a score from
-a stateless hash of (seed, step, document, position); the highest A valid ones are taken and sorted. So anchors do not
-depend on ranks, batch layout, ceiling or device, and a resumed run chooses the same.
+A position is a valid anchor when it and the next are supervised tokens of the document. Every position gets a score
+from a stateless hash of (seed, step, document, position); the highest A valid ones are taken and sorted. So anchors
+do not depend on ranks, batch layout, ceiling or device, and a resumed run chooses the same.
 
 Axes: R rows, C context positions of a row (the ceiling, or less in the eager loop), S = R·C, A anchors.
 """

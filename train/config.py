@@ -21,7 +21,9 @@ class TrainConfig:
     num_heads: int | None = setting(None, "Query heads; the target's where its attention is plain.")
     num_kv_heads: int | None = setting(None, "Key and value heads; the target's where its attention is plain.")
     head_dim: int | None = setting(None, "Dimension of a head; the target's where its attention is plain.")
-    intermediate_size: int | None = setting(None, "Width of the MLP; the target's if dense, else 3 times the hidden size.")
+    intermediate_size: int | None = setting(
+        None, "Width of the MLP; the target's if dense, else 3 times the hidden size."
+    )
     mask_token: str | None = setting(None, "Id or text of the token that fills the slots to draft.")
 
     steps: int | None = setting(None, "Optimiser steps; instead of --epochs.")
@@ -84,10 +86,11 @@ class ExportConfig:
     """`dflash export RUN|CHECKPOINT`: write a drafter as servers load it."""
 
     source: str = setting(
-        REQUIRED, "A run folder (its best checkpoint is taken) or one checkpoint.", metavar="RUN|CHECKPOINT", positional=True
+        REQUIRED,
+        "A run folder (its best checkpoint is taken) or one checkpoint.",
+        metavar="RUN|CHECKPOINT",
+        positional=True,
     )
     out: str | None = setting(None, "Folder to write; RUN/export unless given.")
     layout: str = setting("z-lab", "Whose loader reads it: z-lab's class, vLLM and SGLang.", choices=("z-lab",))
-    dtype: str = setting(
-        "bfloat16", "Of the stored tensors.", choices=("bfloat16", "float16", "float32")
-    )
+    dtype: str = setting("bfloat16", "Of the stored tensors.", choices=("bfloat16", "float16", "float32"))

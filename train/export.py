@@ -1,7 +1,7 @@
 """Export: a checkpoint in the layout that servers load, checked by loading it again before anyone is told it is there.
 
-The gate reads the written folder by the layout's own rules and compares its logits, exactly and in fp32, with those of the
-trained weights rounded to the stored dtype: a lost RoPE, a swapped name or another epsilon cannot pass.
+The gate reads the written folder by the layout's own rules and compares its logits, exactly and in fp32, with those
+of the trained weights rounded to the stored dtype: a lost RoPE, a swapped name or another epsilon cannot pass.
 """
 
 import json
@@ -71,7 +71,9 @@ def choose_checkpoint(source: Path) -> tuple[Checkpoint, str]:
         return read_checkpoint(source), "it was named"
     found = checkpoints(source)
     if not found:
-        raise DflashError(f"{source} has no checkpoint; give a run folder of `dflash train`, or RUN/checkpoints/step-….")
+        raise DflashError(
+            f"{source} has no checkpoint; give a run folder of `dflash train`, or RUN/checkpoints/step-…."
+        )
     best = found[-1].state["best"]
     for checkpoint in found:
         if best and checkpoint.step == best["step"]:
@@ -110,7 +112,9 @@ def gate(
     ours, theirs = (outputs(drafter, taps, ids, embed, factor) for drafter in (trained, reloaded))
     if not torch.equal(ours, theirs):
         gap = (ours - theirs).abs().max().item()
-        raise DflashError(f"{folder} gives other states than the trained drafter (by up to {gap:.3g}); nothing was exported.")
+        raise DflashError(
+            f"{folder} gives other states than the trained drafter (by up to {gap:.3g}); nothing was exported."
+        )
     trained.load_state_dict(tensors, assign=True)
     exact = outputs(trained, taps, ids, embed, factor)
     rounding = ((ours - exact).norm() / exact.norm()).item()
@@ -118,7 +122,9 @@ def gate(
 
 
 @torch.no_grad()
-def outputs(drafter: Drafter, taps: torch.Tensor, ids: torch.Tensor, embed: torch.Tensor, factor: float) -> torch.Tensor:
+def outputs(
+    drafter: Drafter, taps: torch.Tensor, ids: torch.Tensor, embed: torch.Tensor, factor: float
+) -> torch.Tensor:
     """The drafter's states [A, B, H] for a few blocks of one row, in fp32."""
     config, length = drafter.config, len(ids)
     rope = RopeTable(config, length + config.block_size, torch.float32, "cpu")
@@ -126,7 +132,9 @@ def outputs(drafter: Drafter, taps: torch.Tensor, ids: torch.Tensor, embed: torc
     x = embed_blocks(embed, factor, ids[anchors], config.mask_token_id, config.block_size)
     slots = (anchors[:, None] + torch.arange(config.block_size)).flatten()
     attend = attend_rows(row_spans(anchors, 1, length), anchors, config.block_size)
-    return drafter(taps, rope(torch.arange(length)), x.flatten(0, 1), rope(slots), attend).unflatten(0, (len(anchors), -1))
+    return drafter(taps, rope(torch.arange(length)), x.flatten(0, 1), rope(slots), attend).unflatten(
+        0, (len(anchors), -1)
+    )
 
 
 def check_input(
@@ -162,8 +170,8 @@ def model_card(checkpoint: Checkpoint, shape: DrafterConfig, config: ExportConfi
     lines = [
         f"# DFlash drafter for {target['name']}",
         "",
-        f"Block size {shape.block_size}, {shape.num_layers} layers, taps {list(shape.taps)} (outputs of these 0-based decoder "
-        f"layers), mask token {shape.mask_token_id}. Trained with dflash, step {checkpoint.step}.",
+        f"Block size {shape.block_size}, {shape.num_layers} layers, taps {list(shape.taps)} (outputs of these 0-based "
+        f"decoder layers), mask token {shape.mask_token_id}. Trained with dflash, step {checkpoint.step}.",
         "",
         f"- Target weights fingerprint: `{target['weights']}`",
         f"- Settings: `{json.dumps(state['identity']['settings'], sort_keys=True)}`",
@@ -174,8 +182,8 @@ def model_card(checkpoint: Checkpoint, shape: DrafterConfig, config: ExportConfi
         lines += [
             "## Acceptance",
             "",
-            f"Simulated on held-out rows, greedy, bonus token included: {length['pooled']:.3f} pooled (tokens over cycles), "
-            f"{length['macro']:.3f} macro (mean of the answers' means).",
+            f"Simulated on held-out rows, greedy, bonus token included: {length['pooled']:.3f} pooled (tokens over "
+            f"cycles), {length['macro']:.3f} macro (mean of the answers' means).",
             "",
             "| slot | accepted | given all before |",
             "|---|---|---|",

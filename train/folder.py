@@ -3,9 +3,9 @@
     RUN/config.toml  environment.json  metrics.jsonl
         checkpoints/step-000400/  model.safetensors  optimizer.safetensors  state.json
 
-Masters and moments are stored in fp32 under the parameters' names. A checkpoint is written in a sibling folder, fsynced
-and renamed, so a killed run leaves the last whole one. metrics.jsonl has a line a step; lines behind the checkpoint that a
-run resumes from are cut, since these steps come again.
+Masters and moments are stored in fp32 under the parameters' names. A checkpoint is written in a sibling folder,
+fsynced and renamed, so a killed run leaves the last whole one. metrics.jsonl has a line a step; lines behind the
+checkpoint that a run resumes from are cut, since these steps come again.
 """
 
 import json
@@ -44,7 +44,9 @@ class Checkpoint:
         try:
             return load_file(path)
         except (OSError, safetensors.SafetensorError) as error:
-            raise DflashError(f"{path} cannot be read ({error}); delete {self.folder} to resume from an earlier one.") from None
+            raise DflashError(
+                f"{path} cannot be read ({error}); delete {self.folder} to resume from an earlier one."
+            ) from None
 
 
 def checkpoint_name(step: int) -> str:
@@ -56,12 +58,18 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     try:
         state = json.loads(path.read_text())
         if state["format"] != STATE_FORMAT:
-            raise DflashError(f"{path} has format {state['format']}, this version reads {STATE_FORMAT}; use the version that wrote it.")
+            raise DflashError(
+                f"{path} has format {state['format']}, this version reads {STATE_FORMAT}; use the one that wrote it."
+            )
         return Checkpoint(folder, state)
     except FileNotFoundError:
-        raise DflashError(f"{folder} is no checkpoint: it has no state.json; give a run folder or RUN/checkpoints/step-….") from None
+        raise DflashError(
+            f"{folder} is no checkpoint: it has no state.json; give a run folder or RUN/checkpoints/step-…."
+        ) from None
     except (ValueError, KeyError, TypeError) as error:
-        raise DflashError(f"{path} is damaged ({error!r}); delete {folder} to resume from an earlier checkpoint.") from None
+        raise DflashError(
+            f"{path} is damaged ({error!r}); delete {folder} to resume from an earlier checkpoint."
+        ) from None
 
 
 def checkpoints(run: Path) -> list[Checkpoint]:
@@ -70,7 +78,9 @@ def checkpoints(run: Path) -> list[Checkpoint]:
     return [read_checkpoint(folder) for folder in folders]
 
 
-def save_checkpoint(run: Path, step: int, model: dict[str, Tensor], optimiser: dict[str, Tensor], state: dict[str, Any]) -> Path:
+def save_checkpoint(
+    run: Path, step: int, model: dict[str, Tensor], optimiser: dict[str, Tensor], state: dict[str, Any]
+) -> Path:
     """Write checkpoints/step-…/ whole: temporary sibling, fsync of every file and folder, rename."""
     parent = run / "checkpoints"
     parent.mkdir(parents=True, exist_ok=True)

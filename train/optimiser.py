@@ -1,9 +1,9 @@
 """Flat parameters and AdamW: one fp32 master vector, one fp32 gradient vector, one vector of compute weights.
 
-The module's parameters and gradients are views of the flat vectors, so their addresses never change, gradients accumulate
-in place over micro-steps, and the update is a handful of kernels whatever the depth. Gradients are accumulated as SUMS of
-weighted losses; the division by the summed weights, the clipping and the check for non-finite values are folded into
-AdamW's own `grad_scale` and `found_inf`, so nothing is read back to the host.
+The module's parameters and gradients are views of the flat vectors, so their addresses never change, gradients
+accumulate in place over micro-steps, and the update is a handful of kernels whatever the depth. Gradients are
+accumulated as SUMS of weighted losses; the division by the summed weights, the clipping and the check for non-finite
+values are folded into AdamW's own `grad_scale` and `found_inf`, so nothing is read back to the host.
 
 With fp32 arithmetic masters and compute weights are the same memory.
 """
@@ -78,7 +78,9 @@ class Optimiser:
         ]
         self.lr = torch.zeros((), dtype=torch.float32, device=device)
         # foreign attributes of the fused kernel: they divide the gradient and skip the update, without the host
-        self.adamw = torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.999), fused=True, capturable=device.type == "cuda")
+        self.adamw = torch.optim.AdamW(
+            groups, lr=self.lr, betas=(0.9, 0.999), fused=True, capturable=device.type == "cuda"
+        )
         self.moments = {name: torch.zeros_like(flat.master) for name in ("exp_avg", "exp_avg_sq")}
         self.counts = [torch.zeros((), dtype=torch.float32, device=device) for _ in parts]
         for parameter, part, count in zip(self.parameters, parts, self.counts, strict=True):

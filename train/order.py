@@ -1,8 +1,9 @@
-"""Which rows a micro-step trains on: a pure function of (seed, micro-step number), so any step can be computed anywhere.
+"""Which rows a micro-step trains on: a pure function of (seed, micro-step number), so any step can be computed
+anywhere.
 
-An epoch permutes the rows of every bucket, cuts them into micro-batches of one bucket each, and permutes the list of all
-micro-batches, which interleaves the buckets in proportion. Micro-step m is entry m mod T of epoch m div T. No generator
-state exists, and ranks agree without a word: rank r of w takes every w-th micro-step.
+An epoch permutes the rows of every bucket, cuts them into micro-batches of one bucket each, and permutes the list of
+all micro-batches, which interleaves the buckets in proportion. Micro-step m is entry m mod T of epoch m div T. No
+generator state exists, and ranks agree without a word: rank r of w takes every w-th micro-step.
 """
 
 from dataclasses import dataclass

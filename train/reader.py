@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -109,5 +110,5 @@ def _numpy(view: Tensor) -> np.ndarray:
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Copy a host batch; the caller keeps the slot until the copy is done."""
-    parts = {f.name: getattr(batch, f.name) for f in fields(Batch)}
+    parts: dict[str, Any] = {f.name: getattr(batch, f.name) for f in fields(Batch)}
     return Batch(**{n: p if p is None else p.to(device, non_blocking=True) for n, p in parts.items()})

@@ -73,7 +73,9 @@ class Trainer:
             for _ in range(first, self.plan.steps):
                 if self._stopped(stop):
                     self._save()
-                    stop.check(f"step {self.step} of {self.plan.steps} is kept in {self.folder}; the same command resumes.")
+                    stop.check(
+                        f"step {self.step} of {self.plan.steps} is kept in {self.folder}; the same command resumes."
+                    )
                 tokens += self._one_step(batches, reader)
                 self._look(stop)
                 advance(1)
@@ -104,7 +106,11 @@ class Trainer:
         norm, skipped = self.optimiser.update(sums.denominator)
         self.step += 1
         seconds = time.perf_counter() - start
-        times = {"seconds": seconds, "tokens_per_second": tokens / seconds, "data_wait": (reader.waited - waited) / seconds}
+        times = {
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+            "data_wait": (reader.waited - waited) / seconds,
+        }
         self._record(sums, norm, skipped, lr, tokens, times)
         return tokens
 
@@ -173,9 +179,13 @@ class Trainer:
         """What a resumption must share with the run."""
         settings = {name: value for name, value in as_dict(self.config).items() if name not in FREE_TO_CHANGE}
         meta = self.store.meta
-        derived = {"steps": self.plan.steps, "micros_per_step": self.plan.micros_per_step}
+        derived: dict[str, Any] = {"steps": self.plan.steps, "micros_per_step": self.plan.micros_per_step}
         derived["anchors"] = {bucket.name: bucket.anchors for bucket in self.plan.order.buckets}
-        return {"settings": settings, "store": {"plan": meta.fingerprints["plan"], "fingerprint": self.store.fingerprint}, "derived": derived}
+        return {
+            "settings": settings,
+            "store": {"plan": meta.fingerprints["plan"], "fingerprint": self.store.fingerprint},
+            "derived": derived,
+        }
 
     def _resume_or_begin(self) -> None:
         found = run_folder.checkpoints(self.folder)
@@ -244,7 +254,8 @@ class Trainer:
         return {
             "steps": self.step,
             "loss": line.get("loss"),
-            "acceptance_length": (self.last_validation or {}).get("acceptance_length") or {"pooled": None, "macro": None},
+            "acceptance_length": (self.last_validation or {}).get("acceptance_length")
+            or {"pooled": None, "macro": None},
             "checkpoint": str(self.folder / "checkpoints" / run_folder.checkpoint_name(self.step)),
             "tokens_per_second": tokens / seconds if steps else None,
             "data_wait": waited / seconds if steps else None,
@@ -267,5 +278,3 @@ def first_difference(old: Any, new: Any, name: str = "") -> tuple[str, Any, Any]
                 return found
         return None
     return None if old == new else (name, old, new)
-
-

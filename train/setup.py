@@ -79,14 +79,18 @@ def open_store(config: TrainConfig) -> Store:
     missing = store.missing()
     if missing:
         raise DflashError(
-            f"Store {config.store} lacks {len(missing)} of its {len(store.shards())} shards; the `dflash extract` command "
-            f"that began it (--store {config.store}) completes it."
+            f"Store {config.store} lacks {len(missing)} of its {len(store.shards())} shards; the `dflash extract` "
+            f"command that began it (--store {config.store}) completes it."
         )
     labels = store.meta.labels
     if config.loss == "kl" and not labels.startswith("topk:") and labels != "last-hidden":
-        raise DflashError(f"--loss kl needs a store made with --labels topk:K or last-hidden; {config.store} has {labels}.")
+        raise DflashError(
+            f"--loss kl needs a store made with --labels topk:K or last-hidden; {config.store} has {labels}."
+        )
     if config.loss == "ce" and labels == "tokens":
-        raise DflashError(f"Store {config.store} has no labels of the target (--labels tokens); train with --loss ce-tokens.")
+        raise DflashError(
+            f"Store {config.store} has no labels of the target (--labels tokens); train with --loss ce-tokens."
+        )
     if config.target is not None:
         found, stored = weights_fingerprint(resolve_target(config.target)), store.meta.target["weights"]
         if found != stored:
@@ -157,7 +161,9 @@ def warm_start(drafter: Drafter, folder: Path) -> None:
     for name in drafter.config.__dataclass_fields__:
         ours, other = getattr(drafter.config, name), getattr(theirs, name)
         if ours != other:
-            raise DflashError(f"--init-from {folder} has {name} {other}, this run has {ours}; make them equal to start from it.")
+            raise DflashError(
+                f"--init-from {folder} has {name} {other}, this run has {ours}; make them equal to start from it."
+            )
     drafter.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
 
 

@@ -74,10 +74,11 @@ def mask_token(asked: str | None, store: Store, spec: TargetSpec) -> int:
     spare = _spare_specials(tokenizer, store)
     if not spare:
         raise DflashError(
-            "No token is free to be the mask: the tokenizer has none, every embedding row is used and every special token "
-            f"occurs in the data; pick one with --mask-token, for example one of {_named(tokenizer)}."
+            "No token is free to be the mask: the tokenizer has none, every embedding row is used and every special "
+            f"token occurs in the data; pick one with --mask-token, for example one of {_named(tokenizer)}."
         )
-    say(f"Mask token: {spare[0]} ({tokenizer.convert_ids_to_tokens(spare[0])}), a special token that the data never uses.")
+    name = tokenizer.convert_ids_to_tokens(spare[0])
+    say(f"Mask token: {spare[0]} ({name}), a special token that the data never uses.")
     return spare[0]
 
 

@@ -1,7 +1,7 @@
 """`dflash eval`: decode every prompt with the target alone and with the drafter, and compare.
 
-Greedy outputs must be the target's own: `identical`, or `ties` where rounding in another batch shape decides between two
-logits, or `wrong`. With a temperature outputs differ by chance and are not compared.
+Greedy outputs must be the target's own: `identical`, or `ties` where rounding in another batch shape decides between
+two logits, or `wrong`. With a temperature outputs differ by chance and are not compared.
 """
 
 import time

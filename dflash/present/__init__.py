@@ -1,0 +1,10 @@
+"""What a command did, as one screen for people: what was made, where, how fast, what limited it, the next command.
+
+One function a command, `(result, *configs) -> text`, from the same dict that `--json` prints. Plain text within 80
+columns: a terminal, a pipe and a log file show the same. A key that a result lacks leaves its line out.
+"""
+
+from dflash.present.stages import eval, export, extract, regenerate, train
+from dflash.present.store import inspect_shard, verify
+
+__all__ = ["eval", "export", "extract", "inspect_shard", "regenerate", "train", "verify"]

@@ -1,0 +1,130 @@
+"""The manifest of a shard: the attributes of its Zarr group. Says what the shard is and carries every row's checksum.
+
+It holds nothing that depends on who wrote the shard or when, so shards made again are equal byte for byte. The chain
+of trust: an index line has the crc32c of the manifest's file, the manifest those of the rows.
+"""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dflash.errors import DflashError
+from dflash.files import allocated_bytes
+from dflash.store import checks
+from dflash.store.index import BAD_FIELDS, CRC, MAX_GENERATION
+from dflash.store.layout import FORMAT_VERSION, Shard, shard_text
+from dflash.store.meta import check_crc, parse_json, with_crc
+from dflash.store.paths import read_inside, shard_parts
+
+if TYPE_CHECKING:
+    from dflash.store.store import Store
+
+MANIFEST_FIELDS: dict[str, checks.Check] = {
+    "format": checks.one_of(FORMAT_VERSION),
+    "store": checks.text,
+    "plan": checks.text,
+    "calib": checks.text,
+    "bucket": checks.text,
+    "number": checks.integer(0, 1 << 40),
+    "gen": checks.integer(0, MAX_GENERATION),
+    "rows": checks.integer(1, 1 << 20),
+    "first_row": checks.integer(0, 1 << 40),
+    "lengths": checks.list_of(checks.integer(0, 1 << 20)),
+    "documents": checks.list_of(checks.integer(0, 1 << 40)),
+    "arrays": checks.mapping,
+    "bad": checks.list_of(checks.mapping),
+    "software": checks.mapping,
+    "device": checks.text,
+}
+ARRAY_FIELDS: dict[str, checks.Check] = {"bytes": checks.integer(0, 1 << 50), "crc32c": checks.list_of(CRC)}
+
+
+def make_manifest(
+    store: "Store",
+    shard: Shard,
+    lengths: np.ndarray,
+    arrays: dict[str, Any],
+    bad: list[dict[str, Any]],
+    device: str,
+    software: dict[str, str],
+) -> dict[str, Any]:
+    rows = store.bucket(shard[0]).rows_of(shard[1])
+    documents = store.plan.rows[shard[0]].document[rows.start : rows.stop]
+    manifest = {
+        "format": FORMAT_VERSION,
+        "store": store.fingerprint,
+        "plan": store.meta.fingerprints["plan"],
+        "calib": store.calib_fingerprint(),
+        "bucket": shard[0],
+        "number": shard[1],
+        "gen": store.index.next_generation(shard),
+        "rows": len(rows),
+        "first_row": rows.start,
+        "lengths": [int(n) for n in lengths],
+        "documents": [int(n) for n in documents],
+        "arrays": arrays,
+        "bad": sorted(bad, key=lambda item: item["row"]),
+        "software": software,
+        "device": device,
+    }
+    for item in bad:
+        checks.check_fields(item, BAD_FIELDS, f"bad documents of shard {shard_text(shard)}")
+    return with_crc(manifest)
+
+
+def entry_of(manifest: dict[str, Any], checksums: dict[str, int], folder: Path, worker: int) -> dict[str, Any]:
+    """The index line of a shard."""
+    same = ("bucket", "number", "gen", "rows", "lengths", "bad", "software", "device")
+    entry = {name: manifest[name] for name in same}
+    return {**entry, "bytes": allocated_bytes(folder), "checksums": checksums, "worker": worker}
+
+
+def read_manifest(store: "Store", shard: Shard) -> tuple[dict[str, Any], bytes]:
+    """The manifest of a shard on disk, checked against the store, and the bytes of the group's zarr.json."""
+    where = f"Shard {shard_text(shard)} of store {store.root}: zarr.json"
+    try:
+        content = read_inside(store.root, (*shard_parts(shard), "zarr.json"), limit=1 << 28)
+    except (FileNotFoundError, NotADirectoryError):
+        raise DflashError(
+            f"{where} is missing; `dflash verify --repair` retires the shard, `dflash extract` makes it again."
+        ) from None
+    except OSError as error:
+        raise DflashError(f"{where} cannot be read: {os.strerror(error.errno or 0)}.") from None
+    group = parse_json(content, where)
+    known = type(group) is dict and group.get("zarr_format") == 3 and group.get("node_type") == "group"
+    if not known or group.keys() != {"zarr_format", "node_type", "attributes"}:
+        raise DflashError(f"{where} is not the Zarr v3 group of a shard.")
+    manifest = check_crc(group["attributes"], where)
+    checks.check_fields(manifest, MANIFEST_FIELDS, where)
+    _check_belongs(store, shard, manifest, where)
+    return manifest, content
+
+
+def _check_belongs(store: "Store", shard: Shard, manifest: dict[str, Any], where: str) -> None:
+    """It is this shard of this store, and its lists have the lengths that store.json and the plan fix."""
+    bucket = store.bucket(shard[0])
+    rows, name = bucket.rows_of(shard[1]), shard_text(shard)
+    plan = store.plan.rows[shard[0]]
+    planned = plan.length[rows.start : rows.stop].tolist()
+    if (manifest["bucket"], manifest["number"]) != shard:
+        other = shard_text((manifest["bucket"][:20], manifest["number"]))
+        raise DflashError(f"{where} says that it is {other}, not {name}; the folders were swapped or renamed.")
+    if manifest["store"] != store.fingerprint or manifest["plan"] != store.meta.fingerprints["plan"]:
+        raise DflashError(f"{where} belongs to another store (other fingerprint).")
+    lists_fit = manifest["rows"] == len(rows) == len(manifest["lengths"]) and manifest["first_row"] == rows.start
+    if not lists_fit or manifest["documents"] != plan.document[rows.start : rows.stop].tolist():
+        raise DflashError(f"{where}: rows or documents are not those of the plan.")
+    if any(n not in (0, m) for n, m in zip(manifest["lengths"], planned, strict=True)):
+        raise DflashError(f"{where}: the field 'lengths' has a row that is neither whole nor empty.")
+    specs = store.meta.specs(bucket.ceiling)
+    if manifest["arrays"].keys() != specs.keys():
+        raise DflashError(f"{where}: the field 'arrays' does not name exactly {', '.join(specs)}.")
+    for array, spec in specs.items():
+        about = checks.check_fields(manifest["arrays"][array], ARRAY_FIELDS, f"{where}: arrays.{array}")
+        size_fits = about["bytes"] == spec.file_bytes(len(rows)) or spec.packed
+        if len(about["crc32c"]) != spec.chunks(len(rows)) or not size_fits:
+            raise DflashError(f"{where}: arrays.{array} has the wrong size or number of checksums.")
+    for item in manifest["bad"]:
+        checks.check_fields(item, BAD_FIELDS, f"{where}: bad")

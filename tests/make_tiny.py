@@ -1,0 +1,78 @@
+"""Tiny random targets with a byte-level tokenizer and a chat template, made without any download.
+
+python tests/make_tiny.py OUT [family] [seed]
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{m['role']}}\n{{m['content']}}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SHAPE: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+    "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.2,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# family -> (prefix of the transformers classes, what differs from SHAPE)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3", {}),
+    "llama": ("Llama", {"tie_word_embeddings": False}),
+    "qwen2": ("Qwen2", {"head_dim": None}),
+    "qwen3-moe": ("Qwen3Moe", EXPERTS),
+    "mistral": ("Mistral", {"sliding_window": 8, "tie_word_embeddings": False}),
+    "gemma2": ("Gemma2", {"final_logit_softcapping": 2.0, "query_pre_attn_scalar": 16, "sliding_window": 8}),
+    "gemma3": ("Gemma3Text:Gemma3", {"sliding_window": 8, "query_pre_attn_scalar": 16}),
+    "phi3": ("Phi3", {"head_dim": None}),
+    "gpt-oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}),
+    "cohere": ("Cohere", {"logit_scale": 0.25, "head_dim": None}),
+    "granite": ("Granite", {"logits_scaling": 6.0, "embedding_multiplier": 12.0, "head_dim": None}),
+}
+
+
+def make_tokenizer() -> Any:
+    """One token a byte behind the three special ones."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(SPECIAL + alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(SPECIAL)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>", unk_token="<|endoftext|>"
+    )
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def make_model(family: str = "qwen3", seed: int = 0, **changes: Any) -> Any:
+    import transformers
+
+    prefix, differs = FAMILIES[family]
+    config_prefix, _, model_prefix = prefix.partition(":")
+    settings = {k: v for k, v in (SHAPE | differs | changes).items() if v is not None or k == "bos_token_id"}
+    config = getattr(transformers, f"{config_prefix}Config")(**settings)
+    torch.manual_seed(seed)
+    return getattr(transformers, f"{model_prefix or config_prefix}ForCausalLM")(config).eval()
+
+
+def make_tiny(
+    out: Path, family: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Path:
+    """Write a random target into the folder `out`; `changes` go to its config."""
+    make_model(family, seed, **changes).to(dtype).save_pretrained(out)
+    make_tokenizer().save_pretrained(out)
+    return out
+
+
+if __name__ == "__main__":
+    arguments = sys.argv[1:]
+    make_tiny(Path(arguments[0]), *(arguments[1:2] or ["qwen3"]), seed=int((arguments[2:] or ["0"])[0]))
