@@ -1,12 +1,16 @@
 """Speculative decoding: the drafter proposes a block, the target verifies it in one forward (DFlash paper, section 3).
 
-A cycle: the anchor is the newest token, known but without a state. The drafter sees the cached context strictly
-before it and fills B-1 mask slots; the target runs on the block; drafts are accepted while they equal what the target
-itself says, and the target's next token comes on top. So a cycle yields accepted + 1 tokens, and the text is the
-target's own.
+A cycle: the anchor is the newest token, known but without a state. The drafter sees the cached context strictly before
+it and fills B-1 mask slots; the target runs on the block; drafts are accepted while they equal what the target itself
+says, and the target's next token comes on top. So a cycle yields accepted + 1 tokens, and the text is the target's own.
+With a temperature the target's token is sampled and a draft is accepted when it equals the sample, which keeps the
+target's distribution exactly.
 
-Both caches are cropped and appended to, never rebuilt. With a temperature the target's token is sampled and a draft is
-accepted when it equals the sample, which keeps the target's distribution exactly.
+Prompts are decoded in batches; each row has its own acceptance. Rejected tokens leave the target's cache by cropping
+what all rows rejected and masking the rest; the drafter's cache is written by position, so the next block overwrites
+what was rejected.
+
+Axes: R rows (prompts), T tokens, B block, V vocabulary, F = K·H tapped features.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +20,16 @@ from inspect import signature
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from dflash.attention import attend_blocks
 from dflash.drafter import Drafter, RopeTable, embed_blocks
+from dflash.errors import DflashError
 from dflash.loss import Head
-from dflash.target import TargetSpec, decoder_layers, head_weight
+from dflash.target import TargetSpec, decoder_layers, head_weight, text_config
+
+HOLES_ALLOWED = 64  # masked slots before the target's cache is worth compacting
 
 
 @dataclass(frozen=True)
@@ -30,18 +37,33 @@ class Response:
     """One decoded answer.
 
     acceptance_lengths: tokens kept of every cycle (accepted drafts + 1; the last may be cut by a stop token or the
-    limit). drafted, accepted: per slot 1..B-1, in how many cycles the slot was proposed, and accepted with all slots
-    before it.
+    limit). drafted, accepted: per slot 1..B-1, in how many cycles the slot was proposed, and accepted with all before.
     """
 
-    output_ids: list[int]
+    output_ids: list[int] = field(default_factory=list)
     acceptance_lengths: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the target chooses tokens: its argmax at temperature 0 (ties: smallest id), else a sample."""
+
+    temperature: float = 0.0
+    generator: torch.Generator | None = None
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """int64 [...] of logits [..., V]."""
+        if self.temperature == 0.0:
+            return logits.argmax(dim=-1)
+        probabilities = torch.softmax(logits.float() / self.temperature, dim=-1)
+        drawn = torch.multinomial(probabilities.flatten(0, -2), 1, generator=self.generator)
+        return drawn.view(logits.shape[:-1])
+
+
 class TappedTarget:
-    """A target with a cache, and the outputs of its tapped layers of the last forward."""
+    """A target and its frozen parts; while `tapped()`, the outputs of its tapped layers of the last forward."""
 
     def __init__(self, model: Any, spec: TargetSpec, taps: Sequence[int]) -> None:
         self.model = model
@@ -53,6 +75,15 @@ class TappedTarget:
         self._outputs: dict[int, Tensor] = {}
         # transformers renamed the argument within version 5
         self._cache_name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+        config = text_config(model.config)
+        kinds = set(getattr(config, "layer_types", None) or ())
+        if kinds - {"full_attention", "sliding_attention"}:
+            raise DflashError(
+                f"Target {spec.name} has {', '.join(sorted(kinds - {'full_attention', 'sliding_attention'}))} layers, "
+                "whose state cannot be rolled back after a rejected draft; dflash decodes attention-only targets."
+            )
+        # a sliding window is counted in cache slots, which holes would shift
+        self.batchable = "sliding_attention" not in kinds and not getattr(config, "sliding_window", None)
 
     @contextmanager
     def tapped(self) -> Iterator[None]:
@@ -71,64 +102,123 @@ class TappedTarget:
 
         return hook
 
-    def forward(self, ids: Tensor, cache: DynamicCache, keep_logits: int) -> tuple[Tensor, Tensor]:
-        """Logits [keep, V] of the last tokens, taps [T, K·H] of all tokens of `ids` [T]."""
-        logits = self.logits(ids, cache, keep_logits)
-        return logits, torch.cat([self._outputs[tap][0] for tap in self.taps], dim=-1)
+    def taps_RTF(self) -> Tensor:
+        """The tapped states of the last forward."""
+        return torch.cat([self._outputs[tap] for tap in self.taps], dim=-1)
 
-    def logits(self, ids: Tensor, cache: DynamicCache | None, keep_logits: int) -> Tensor:
-        """The model's own logits [keep, V] of the last tokens of `ids` [T] behind what the cache holds."""
-        kept = {self._cache_name: cache} if cache is not None else {}
-        return self.model(input_ids=ids[None], use_cache=cache is not None, logits_to_keep=keep_logits, **kept).logits[
-            0
-        ]
+    def logits(self, ids_RT: Tensor, keep: int, cache: DynamicCache | None = None, **arguments: Any) -> Tensor:
+        """The model's own logits [R, keep, V] of the last tokens behind what the cache holds."""
+        if cache is not None:
+            arguments[self._cache_name] = cache
+        return self.model(input_ids=ids_RT, use_cache=cache is not None, logits_to_keep=keep, **arguments).logits
+
+
+class TargetCache:
+    """The target's cache of a batch: slots in the order of computation, some masked (left padding, rejected tokens)."""
+
+    def __init__(self, target: TappedTarget, prompts: Sequence[Sequence[int]]) -> None:
+        self.target = target
+        self.masked = len(prompts) > 1  # one prompt alone never has a hole
+        self.cache = DynamicCache()  # without a config: plain layers, also where the model's window slides
+        width = max(map(len, prompts))
+        rows = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+        self.prompt_ids = torch.tensor(rows, device=target.device)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=target.device)
+        self.valid = torch.arange(width, device=target.device) >= width - lengths[:, None]  # [R, slots]
+        self.lengths = torch.zeros_like(lengths)  # tokens with a state
+
+    def prefill(self) -> tuple[Tensor, Tensor]:
+        """Logits [R, V] after the prompts, and the position of each prompt token [R, T], -1 for padding."""
+        positions = self.valid.long().cumsum(1) - 1
+        logits = self._forward(self.prompt_ids, positions.clamp(min=0), keep=1)[:, 0]
+        self.lengths = self.valid.sum(1)
+        return logits, torch.where(self.valid, positions, -1)
+
+    def step(self, ids_RT: Tensor) -> Tensor:
+        """Logits [R, T, V] of new tokens at the end of every row; `keep` then says how many of them stay."""
+        tokens = ids_RT.shape[1]
+        self.valid = torch.cat((self.valid, self.valid.new_ones(ids_RT.shape)), 1)
+        positions = self.lengths[:, None] + torch.arange(tokens, device=ids_RT.device)
+        return self._forward(ids_RT, positions, keep=tokens)
+
+    def _forward(self, ids: Tensor, positions: Tensor, keep: int) -> Tensor:
+        masks = {"attention_mask": self.valid.long()} if self.masked else {}
+        return self.target.logits(ids, keep, self.cache, position_ids=positions, **masks)
+
+    def keep(self, kept_R: Tensor, tokens: int) -> None:
+        """Of the last `tokens` slots, the first kept_R[r] stay in row r."""
+        slots = torch.arange(tokens, device=kept_R.device)
+        self.valid[:, -tokens:] = slots < kept_R[:, None]
+        self.lengths = self.lengths + kept_R
+        surplus = tokens - int(kept_R.max())
+        if surplus:
+            self.cache.crop(-surplus)  # negative: so many tokens less, which every transformers 5 understands
+            self.valid = self.valid[:, :-surplus]
+        if self.valid.shape[1] > 1.5 * int(self.lengths.max()) + HOLES_ALLOWED:
+            self._compact()
+
+    def _compact(self) -> None:
+        """Move every row's valid slots to the front."""
+        width = int(self.lengths.max())
+        order = torch.argsort((~self.valid).to(torch.int8), dim=1, stable=True)[:, :width]
+        for layer in self.cache.layers:
+            for name in ("keys", "values"):
+                old = getattr(layer, name)
+                index = order[:, None, :, None].expand(-1, old.shape[1], -1, old.shape[3])
+                setattr(layer, name, old.gather(2, index))
+        self.valid = torch.arange(width, device=order.device) < self.lengths[:, None]
+
+    def select(self, rows: Tensor) -> None:
+        self.cache.batch_select_indices(rows)
+        self.valid, self.lengths = self.valid[rows], self.lengths[rows]
 
 
 class DraftCache:
-    """Keys and values of the context, per drafter layer, in buffers made once for the longest text."""
+    """Keys and values of the context by position, per drafter layer. A block's own lie behind the context's end and
+    are overwritten by what comes next, so nothing is ever cropped. The last slot takes what belongs nowhere."""
 
-    def __init__(self, drafter: Drafter, positions: int, like: Tensor) -> None:
+    def __init__(self, drafter: Drafter, rows: int, positions: int, like: Tensor) -> None:
         config = drafter.config
-        shape = (config.num_layers, positions, config.num_kv_heads, config.head_dim)
-        self.keys, self.values = like.new_empty(shape), like.new_empty(shape)
-        self.length = 0
+        shape = (config.num_layers, rows, positions + 1, config.num_kv_heads, config.head_dim)
+        self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
 
-    def append(self, drafter: Drafter, taps_TF: Tensor, rope: RopeTable) -> None:
-        end = self.length + taps_TF.shape[0]
-        positions = torch.arange(self.length, end, device=taps_TF.device)
-        for layer, (keys, values) in enumerate(drafter.context_keys_values(taps_TF, rope(positions))):
-            self.keys[layer, self.length : end] = keys
-            self.values[layer, self.length : end] = values
-        self.length = end
+    def write(self, layer: int, positions_RT: Tensor, keys: Tensor, values: Tensor) -> None:
+        rows = torch.arange(len(positions_RT), device=positions_RT.device)[:, None]
+        self.keys[layer][rows, positions_RT] = keys
+        self.values[layer][rows, positions_RT] = values
 
-    def layers(self) -> list[tuple[Tensor, Tensor]]:
-        return [
-            (keys[: self.length], values[: self.length]) for keys, values in zip(self.keys, self.values, strict=True)
-        ]
+    def append(self, drafter: Drafter, taps_RTF: Tensor, positions_RT: Tensor, rope: RopeTable) -> None:
+        """Context of new tokens; position -1 is nowhere."""
+        rotation = rope(positions_RT.clamp(min=0))
+        for layer, (keys, values) in enumerate(drafter.context_keys_values(taps_RTF, rotation)):
+            self.write(layer, positions_RT, keys, values)
+
+    def select(self, rows: Tensor) -> None:
+        self.keys, self.values = self.keys[:, rows], self.values[:, rows]
 
 
-def draft(drafter: Drafter, target: TappedTarget, cache: DraftCache, anchor_id: int, rope: RopeTable) -> Tensor:
-    """The B-1 proposed tokens after the anchor, int64; always the drafter's argmax."""
+def draft(
+    drafter: Drafter, target: TappedTarget, cache: DraftCache, anchors_R: Tensor, lengths_R: Tensor, rope: RopeTable
+) -> Tensor:
+    """The proposed tokens [R, B-1] behind the anchors; always the drafter's argmax."""
     config = drafter.config
-    start, device = cache.length, target.device
-    anchor = torch.tensor([anchor_id], device=device)
-    x_BH = embed_blocks(target.embed_VH, target.spec.embed_factor, anchor, config.mask_token_id, config.block_size)[0]
-    everything = torch.tensor([start], device=device)
+    factor = target.spec.embed_factor
+    x_RBH = embed_blocks(target.embed_VH, factor, anchors_R, config.mask_token_id, config.block_size)
+    positions = lengths_R[:, None] + torch.arange(config.block_size, device=lengths_R.device)
+    end = int(lengths_R.max()) + config.block_size
+    visible = torch.arange(end, device=lengths_R.device) < lengths_R[:, None] + config.block_size
+    hidden, rotation = x_RBH, rope(positions)
+    for number, layer in enumerate(drafter.all_layers()):
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, block_k: Tensor, block_v: Tensor) -> Tensor:
-        return attend_blocks(q, k, v, block_k, block_v, everything, config.block_size)
+        def attend(q: Tensor, _k: Tensor, _v: Tensor, block_k: Tensor, block_v: Tensor, number: int = number) -> Tensor:
+            cache.write(number, positions, block_k, block_v)
+            keys, values = (part[number][:, :end].transpose(1, 2) for part in (cache.keys, cache.values))
+            mask = visible[:, None, None]
+            out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, mask, enable_gqa=True)
+            return out.transpose(1, 2)
 
-    slots = torch.arange(start, start + config.block_size, device=device)
-    hidden = drafter.blocks(x_BH, rope(slots), cache.layers(), attend)
-    return target.head.logits(hidden[1:]).argmax(dim=-1)
-
-
-def choose(logits_TV: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
-    """The target's tokens, int64 [T]: its argmax (ties: smallest id), or a sample at `temperature`."""
-    if temperature == 0.0:
-        return logits_TV.argmax(dim=-1)
-    probabilities = torch.softmax(logits_TV.float() / temperature, dim=-1)
-    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+        hidden = layer(hidden, rotation, (cache.keys, cache.values), attend)
+    return target.head.logits(drafter.norm(hidden)[:, 1:]).argmax(dim=-1)
 
 
 def kept_tokens(tokens: list[int], room: int, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
@@ -143,69 +233,98 @@ def kept_tokens(tokens: list[int], room: int, stop_ids: Sequence[int]) -> tuple[
 @torch.inference_mode()
 def decode_plain(
     target: TappedTarget,
-    prompt_ids: Sequence[int],
-    max_new_tokens: int,
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
     stop_ids: Sequence[int] = (),
-    temperature: float = 0.0,
-    generator: torch.Generator | None = None,
-) -> Response:
-    """The target alone, one token a forward: the baseline."""
-    cache = DynamicCache()
-    output: list[int] = []
-    ids = torch.tensor(prompt_ids, device=target.device)
-    while True:
-        logits = target.logits(ids, cache, keep_logits=1)
-        ids = choose(logits, temperature, generator)
-        kept, ended = kept_tokens(ids.tolist(), max_new_tokens - len(output), stop_ids)
-        output += kept
-        if ended:
-            return Response(output)
+    sampling: Sampling = Sampling(),
+) -> list[Response]:
+    """The target alone, one token a forward: the baseline. `limits`: most new tokens of each prompt."""
+    cache = TargetCache(target, prompts)
+    batch = _Batch(prompts, limits, stop_ids, slots=0)
+    tokens = sampling.choose(cache.prefill()[0])
+    while rows := batch.add([[token] for token in tokens.tolist()]):
+        if len(rows) < len(tokens):
+            index = torch.tensor(rows, device=target.device)
+            cache.select(index)
+            tokens = tokens[index]
+        logits = cache.step(tokens[:, None])
+        cache.keep(torch.ones_like(tokens), 1)
+        tokens = sampling.choose(logits[:, 0])
+    return batch.responses
 
 
 @torch.inference_mode()
 def decode_speculative(
     target: TappedTarget,
     drafter: Drafter,
-    prompt_ids: Sequence[int],
-    max_new_tokens: int,
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
     stop_ids: Sequence[int] = (),
-    temperature: float = 0.0,
-    generator: torch.Generator | None = None,
-) -> Response:
+    sampling: Sampling = Sampling(),
+) -> list[Response]:
     """Target and drafter together; see the module docstring. The first token, from the prefill, is no cycle."""
-    block = drafter.config.block_size
-    positions = len(prompt_ids) + max_new_tokens + 2 * block
-    rope = RopeTable(drafter.config, positions, target.embed_VH.dtype, target.device)
-    cache, drafts_cache = DynamicCache(), DraftCache(drafter, positions, target.embed_VH)
-    lengths: list[int] = []
-    drafted, accepted = [0] * (block - 1), [0] * (block - 1)
+    block, device = drafter.config.block_size, target.device
+    positions = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)) + 2 * block
+    rope = RopeTable(drafter.config, positions, target.embed_VH.dtype, device)
+    cache, drafts = TargetCache(target, prompts), DraftCache(drafter, len(prompts), positions, target.embed_VH)
+    batch = _Batch(prompts, limits, stop_ids, slots=block - 1)
     with target.tapped():
-        logits, taps = target.forward(torch.tensor(prompt_ids, device=target.device), cache, keep_logits=1)
-        drafts_cache.append(drafter, taps, rope)
-        output, ended = kept_tokens(choose(logits, temperature, generator).tolist(), max_new_tokens, stop_ids)
-        while not ended:
-            proposal = draft(drafter, target, drafts_cache, output[-1], rope)
-            tokens = torch.cat((proposal.new_tensor(output[-1:]), proposal))
-            logits, taps = target.forward(tokens, cache, keep_logits=block)
-            own = choose(logits, temperature, generator)
-            good = int((proposal == own[:-1]).long().cumprod(0).sum())
-            cycle = [*proposal[:good].tolist(), int(own[good])]
-            kept, ended = kept_tokens(cycle, max_new_tokens - len(output), stop_ids)
-            _count(drafted, accepted, good, len(kept))
-            output += kept
-            lengths.append(len(kept))
-            drafts_cache.append(drafter, taps[: good + 1], rope)
-            if good + 1 < block:
-                cache.crop(good + 1 - block)  # negative: so many tokens less, which every transformers 5 understands
-    return Response(output, lengths, drafted, accepted)
+        logits, places = cache.prefill()
+        drafts.append(drafter, target.taps_RTF(), places, rope)
+        anchors = sampling.choose(logits)
+        rows = batch.add([[token] for token in anchors.tolist()])
+        while rows:
+            if len(rows) < len(anchors):
+                index = torch.tensor(rows, device=device)
+                cache.select(index)
+                drafts.select(index)
+                anchors = anchors[index]
+            before = cache.lengths
+            proposal = draft(drafter, target, drafts, anchors, before, rope)
+            own = sampling.choose(cache.step(torch.cat((anchors[:, None], proposal), 1)))
+            good = (proposal == own[:, :-1]).long().cumprod(1).sum(1)
+            # rejected rows are written too: they lie behind the context's end, where the next block overwrites them
+            places = before[:, None] + torch.arange(block, device=device)
+            drafts.append(drafter, target.taps_RTF(), places, rope)
+            cache.keep(good + 1, block)
+            anchors = own.gather(1, good[:, None])[:, 0]
+            cycles = zip(proposal.tolist(), good.tolist(), anchors.tolist(), strict=True)
+            rows = batch.add([[*tokens[:n], bonus] for tokens, n, bonus in cycles], cycle=True)
+    return batch.responses
 
 
-def _count(drafted: list[int], accepted: list[int], good: int, kept: int) -> None:
+class _Batch:
+    """The answers of a batch while they grow, and which rows are still going."""
+
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], limits: Sequence[int], stop_ids: Sequence[int], slots: int
+    ) -> None:
+        self.limits, self.stop_ids = list(limits), tuple(stop_ids)
+        self.responses = [Response(drafted=[0] * slots, accepted=[0] * slots) for _ in prompts]
+        self.active = list(range(len(prompts)))
+
+    def add(self, tokens: list[list[int]], cycle: bool = False) -> list[int]:
+        """Add each active row's new tokens; returns which of the rows (by place among the active) go on."""
+        going = []
+        for place, (number, new) in enumerate(zip(self.active, tokens, strict=True)):
+            response = self.responses[number]
+            kept, ended = kept_tokens(new, self.limits[number] - len(response.output_ids), self.stop_ids)
+            response.output_ids.extend(kept)
+            if cycle:
+                response.acceptance_lengths.append(len(kept))
+                _count(response, good=len(new) - 1, kept=len(kept))
+            if not ended:
+                going.append(place)
+        self.active = [self.active[place] for place in going]
+        return going
+
+
+def _count(response: Response, good: int, kept: int) -> None:
     """Slot statistics of a cycle; slots past the end of the text were never asked for."""
     whole = kept == good + 1  # else the text ended inside the block
-    for slot in range(len(drafted) if whole else kept):
-        drafted[slot] += 1
-        accepted[slot] += slot < good
+    for slot in range(len(response.drafted) if whole else kept):
+        response.drafted[slot] += 1
+        response.accepted[slot] += slot < good
 
 
 @torch.inference_mode()
@@ -223,8 +342,8 @@ def first_difference(
     where = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
     if where is None:
         return "wrong"
-    ids = torch.tensor([*prompt_ids, *baseline[:where]], device=target.device)
-    logits = target.logits(ids, None, keep_logits=1)[-1]
+    ids = torch.tensor([[*prompt_ids, *baseline[:where]]], device=target.device)
+    logits = target.logits(ids, keep=1)[0, -1]
     ours, own = logits[output[where]].float(), logits[baseline[where]].float()
     ulp = torch.finfo(logits.dtype).eps * 2 ** torch.floor(torch.log2(torch.maximum(ours.abs(), own.abs())))
     return "ties" if (own - ours).abs() <= ulps * ulp else "wrong"

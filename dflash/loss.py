@@ -28,7 +28,10 @@ class Head:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] in at least fp32. The product runs in the weight's dtype, as the target's own does."""
-        logits = hidden.to(self.weight_VH.dtype) @ self.weight_VH.T
+        rows = hidden.to(self.weight_VH.dtype).reshape(
+            -1, hidden.shape[-1]
+        )  # else a CPU takes the slow batched product
+        logits = (rows @ self.weight_VH.T).unflatten(0, hidden.shape[:-1])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.scale != 1.0:
             logits = logits * self.scale
@@ -42,7 +45,8 @@ class Head:
             dlogits = dlogits * (1 - (logits / self.softcap) ** 2)
         if self.scale != 1.0:
             dlogits = dlogits * self.scale
-        return dlogits.to(self.weight_VH.dtype) @ self.weight_VH
+        rows = dlogits.to(self.weight_VH.dtype).reshape(-1, dlogits.shape[-1])
+        return (rows @ self.weight_VH).unflatten(0, dlogits.shape[:-1])
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,7 @@ class _BlockLoss(torch.autograd.Function):
         wide = torch.promote_types(hidden_AJH.dtype, torch.float32)
         zero = hidden_AJH.new_zeros((), dtype=wide)
         per_slot = hidden_AJH.new_zeros(slots, dtype=wide)
-        sums = (zero, zero.clone(), per_slot, per_slot.clone(), per_slot.clone())
+        sums: tuple[Tensor, ...] = (zero, zero.clone(), per_slot, per_slot.clone(), per_slot.clone())
         for first in range(0, anchors, step):
             part = slice(first, first + step)
             chunk_teacher = _cut(teacher, part)
@@ -162,7 +166,7 @@ class _BlockLoss(torch.autograd.Function):
         return sums
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         return (gradient * grads[0].to(gradient.dtype), None, None, None, None, None, None)
 

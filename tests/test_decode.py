@@ -8,12 +8,16 @@ import torch
 
 from dflash.checkpoint import load_drafter
 from dflash.decode import (
+    Response,
+    Sampling,
     TappedTarget,
+    TargetCache,
     decode_plain,
     decode_speculative,
     first_difference,
     kept_tokens,
 )
+from dflash.drafter import Drafter
 from dflash.target import TargetSpec, load_target
 
 VECTORS = Path(__file__).parent / "assets" / "vectors"
@@ -27,17 +31,32 @@ def pair() -> tuple:
     return TappedTarget(model, TargetSpec.read(VECTORS / "target"), drafter.config.taps), drafter
 
 
+def plain(target: TappedTarget, prompt: list[int], limit: int, stop_ids: tuple[int, ...] = ()) -> Response:
+    return decode_plain(target, [prompt], [limit], stop_ids)[0]
+
+
+def speculative(
+    target: TappedTarget,
+    drafter: Drafter,
+    prompt: list[int],
+    limit: int,
+    stop_ids: tuple[int, ...] = (),
+    sampling: Sampling = Sampling(),
+) -> Response:
+    return decode_speculative(target, drafter, [prompt], [limit], stop_ids, sampling)[0]
+
+
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
 def test_tokens_and_accepted_counts_equal_the_public_reference(pair: tuple, case: dict) -> None:
     target, drafter = pair
-    response = decode_speculative(target, drafter, case["prompt"], 64)
+    response = speculative(target, drafter, case["prompt"], 64)
     assert case["prompt"] + response.output_ids == case["output"]
     ours, golden = response.acceptance_lengths, case["acceptance_lengths"]
     # the reference's last count is uncut, and it makes one more cycle when exactly 64 tokens are out
     assert ours[:-1] == golden[: len(ours) - 1]
     assert len(golden) - len(ours) in (0, 1)
     assert sum(ours) == len(response.output_ids) - 1
-    assert decode_plain(target, case["prompt"], 64).output_ids == response.output_ids
+    assert plain(target, case["prompt"], 64).output_ids == response.output_ids
 
 
 def test_a_stop_token_ends_the_answer_and_is_kept(pair: tuple) -> None:
@@ -47,8 +66,8 @@ def test_a_stop_token_ends_the_answer_and_is_kept(pair: tuple) -> None:
     stop = answer[20]
     expected = answer[: answer.index(stop) + 1]
     for response in (
-        decode_plain(target, case["prompt"], 64, (stop,)),
-        decode_speculative(target, drafter, case["prompt"], 64, (stop,)),
+        plain(target, case["prompt"], 64, (stop,)),
+        speculative(target, drafter, case["prompt"], 64, (stop,)),
     ):
         assert response.output_ids == expected
     assert sum(response.acceptance_lengths) == len(expected) - 1
@@ -59,13 +78,13 @@ def test_the_limit_holds_exactly(pair: tuple, limit: int) -> None:
     target, drafter = pair
     case = CASES[1]
     expected = case["output"][len(case["prompt"]) :][:limit]
-    response = decode_speculative(target, drafter, case["prompt"], limit)
-    assert response.output_ids == expected == decode_plain(target, case["prompt"], limit).output_ids
+    response = speculative(target, drafter, case["prompt"], limit)
+    assert response.output_ids == expected == plain(target, case["prompt"], limit).output_ids
 
 
 def test_slot_counts_agree_with_the_cycles(pair: tuple) -> None:
     target, drafter = pair
-    response = decode_speculative(target, drafter, CASES[0]["prompt"], 64)
+    response = speculative(target, drafter, CASES[0]["prompt"], 64)
     whole = response.acceptance_lengths[:-1]
     for slot in range(drafter.config.block_size - 1):
         expected = sum(length - 1 > slot for length in whole)
@@ -79,7 +98,7 @@ def test_hooks_are_removed_and_a_bad_drafter_changes_nothing_but_speed(pair: tup
     with torch.no_grad():
         broken.fc.weight.mul_(-3.0)
     case = CASES[2]
-    response = decode_speculative(target, broken, case["prompt"], 64)
+    response = speculative(target, broken, case["prompt"], 64)
     assert case["prompt"] + response.output_ids == case["output"]
     assert not any(module._forward_hooks for module in target.model.modules())
 
@@ -91,7 +110,9 @@ def test_sampling_keeps_the_targets_distribution(pair: tuple) -> None:
     generator = torch.Generator().manual_seed(11)
     counts = torch.zeros(256)
     for _ in range(samples):
-        counts[decode_speculative(target, drafter, prompt, 2, (), 1.0, generator).output_ids[-1]] += 1
+        counts[
+            speculative(target, drafter, prompt, 2, (), Sampling(temperature=1.0, generator=generator)).output_ids[-1]
+        ] += 1
     ids = torch.tensor([prompt])
     with torch.inference_mode():
         first = torch.softmax(target.model(ids).logits[0, -1], -1)
@@ -123,3 +144,27 @@ def test_kept_tokens_cuts_at_limit_and_stop() -> None:
     assert kept_tokens([4, 5, 6], 3, (7,)) == ([4, 5, 6], True)
     assert kept_tokens([4, 7, 6], 9, (7,)) == ([4, 7], True)
     assert kept_tokens([4, 5, 6], 2, (6,)) == ([4, 5], True)
+
+
+def test_a_batch_gives_what_each_prompt_gives_alone(pair: tuple) -> None:
+    """Rows of different lengths, limits and ends, with so many holes that the cache is compacted."""
+    target, drafter = pair
+    prompts = [case["prompt"] for case in CASES]
+    limits = [64, 30, 64, 5, 64, 1]
+    stop = (CASES[2]["output"][len(prompts[2]) + 40],)
+    alone = [speculative(target, drafter, p, n, stop) for p, n in zip(prompts, limits, strict=True)]
+    assert decode_speculative(target, drafter, prompts, limits, stop) == alone
+    ours = decode_plain(target, prompts, limits, stop)
+    assert [response.output_ids for response in ours] == [response.output_ids for response in alone]
+
+
+def test_the_cache_is_compacted_when_holes_outweigh_it(pair: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter = pair
+    prompts = [case["prompt"] for case in CASES]
+    expected = decode_speculative(target, drafter, prompts, [64] * len(prompts))
+    calls = []
+    compact = TargetCache._compact
+    monkeypatch.setattr("dflash.decode.HOLES_ALLOWED", 0)
+    monkeypatch.setattr(TargetCache, "_compact", lambda self: (calls.append(self.valid.shape), compact(self)))
+    assert decode_speculative(target, drafter, prompts, [64] * len(prompts)) == expected
+    assert calls

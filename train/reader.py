@@ -111,4 +111,5 @@ def _numpy(view: Tensor) -> np.ndarray:
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Copy a host batch; the caller keeps the slot until the copy is done."""
     parts: dict[str, Any] = {f.name: getattr(batch, f.name) for f in fields(Batch)}
-    return Batch(**{n: p if p is None else p.to(device, non_blocking=True) for n, p in parts.items()})
+    moved: dict[str, Any] = {n: p if p is None else p.to(device, non_blocking=True) for n, p in parts.items()}
+    return Batch(**moved)

@@ -87,9 +87,10 @@ def extract(config: ExtractConfig, data: DataConfig) -> Result:
     On a store that exists it makes the shards that are missing.
     """
     from dflash.data.prepare import prepare
+    from dflash.data.sources import data_fingerprint
     from dflash.extract.run import extract
 
-    return extract(config, data, prepare)
+    return extract(config, data, prepare, data_fingerprint)
 
 
 @command(

@@ -5,7 +5,7 @@ two logits, or `wrong`. With a temperature outputs differ by chance and are not 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 from dflash.checkpoint import load_drafter, read_drafter
-from dflash.decode import Response, TappedTarget, decode_plain, decode_speculative, first_difference
+from dflash.decode import Response, Sampling, TappedTarget, decode_plain, decode_speculative, first_difference
 from dflash.drafter import Drafter, DrafterConfig
 from dflash.errors import DflashError
 from dflash.evaluate.config import EvalConfig
@@ -33,6 +33,7 @@ from dflash.target import (
 
 ReadPrompts = Callable[[Sequence[str], int | None], list[Any]]
 RenderPrompt = Callable[..., list[int]]
+BATCH_SIZE = {"cuda": 128, "cpu": 8}
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,21 @@ class Pair:
 
 @dataclass(frozen=True)
 class Turn:
-    """One answered prompt: what went in, what came out each way, and how long each took."""
+    """One answered prompt: what went in, and what came out each way. `verdict` is None when sampled."""
 
+    prompt: int
     prompt_ids: list[int]
     ours: Response
     own: Response
-    seconds: float
-    baseline_seconds: float
-    verdict: str | None  # None when sampled
+    verdict: str | None
+
+
+@dataclass
+class Clock:
+    """Seconds of decoding with the drafter and without."""
+
+    ours: float = 0.0
+    own: float = 0.0
 
 
 def evaluate(config: EvalConfig, read_prompts: ReadPrompts, render_prompt: RenderPrompt) -> dict[str, Any]:
@@ -62,12 +70,15 @@ def evaluate(config: EvalConfig, read_prompts: ReadPrompts, render_prompt: Rende
     prompts = read_prompts(config.prompts, config.limit)
     pair = open_pair(config, any(prompt.input_ids is None for prompt in prompts))
     turns: list[Turn] = []
-    with catch_stop() as stop, progress("Evaluating", len(prompts), "prompts") as advance:
-        for prompt in prompts:
+    clock = Clock()
+    total = sum(max(1, len(prompt.turns)) for prompt in prompts)
+    with catch_stop() as stop, progress("Evaluating", total, "answers") as advance:
+        for batch in batches(prompts, pair, config, render_prompt, turns):
             stop.check("nothing of an evaluation is kept; run it again.")
-            turns += play(prompt, pair, config, render_prompt)
-            advance(1)
-    return summarise(turns, len(prompts), pair, config)
+            turns += answer(batch, pair, config, clock)
+            advance(len(batch))
+    turns.sort(key=lambda turn: turn.prompt)  # stable: a prompt's turns stay in order
+    return summarise(turns, len(prompts), clock, pair, config)
 
 
 def open_pair(config: EvalConfig, needs_tokenizer: bool) -> Pair:
@@ -113,65 +124,72 @@ def compare_fingerprints(drafter: Path, target: Path) -> None:
         )
 
 
-def play(prompt: Any, pair: Pair, config: EvalConfig, render_prompt: RenderPrompt) -> list[Turn]:
-    """All turns of a prompt, the target's own answers between them."""
-    if prompt.input_ids is not None:
-        return [answer(list(prompt.input_ids), pair, config, seed=config.seed)]
-    messages: list[Any] = []
+def batches(
+    prompts: Sequence[Any], pair: Pair, config: EvalConfig, render_prompt: RenderPrompt, turns: list[Turn]
+) -> Iterator[list[tuple[int, list[int]]]]:
+    """(prompt number, ids) in batches of similar length; first all first turns, then all second ones, ….
+
+    Between two turns stand the target's own answers, which the caller adds to `turns`.
+    """
+    size = config.batch_size or BATCH_SIZE[pair.target.device.type]
+    size = size if pair.target.batchable else 1
+    histories: list[list[Any]] = [[] for _ in prompts]
+    for number in range(max(max(1, len(prompt.turns)) for prompt in prompts)):
+        latest = {turn.prompt: turn for turn in turns}
+        for turn in latest.values() if number else ():
+            history = histories[turn.prompt]
+            if history and history[-1]["role"] != "assistant":
+                kept = [token for token in turn.own.output_ids if token not in pair.stop_ids]
+                text = pair.tokenizer.decode(kept, skip_special_tokens=True)
+                history.append({"role": "assistant", "content": text})
+        asked = []
+        for place, prompt in enumerate(prompts):
+            if prompt.input_ids is not None and number == 0:
+                asked.append((place, list(prompt.input_ids)))
+            elif number < len(prompt.turns):
+                histories[place].extend(prompt.turns[number])
+                arguments = config.template_args | prompt.template_args
+                asked.append((place, render_prompt(histories[place], pair.tokenizer, arguments, prompt.tools)))
+        asked.sort(key=lambda item: len(item[1]))
+        yield from (asked[first : first + size] for first in range(0, len(asked), size))
+
+
+def answer(batch: list[tuple[int, list[int]]], pair: Pair, config: EvalConfig, clock: Clock) -> list[Turn]:
+    """Both ways of decoding a batch, timed. Decoding reads tokens back, so the host's clock is the device's too."""
+    context = pair.target.spec.max_position_embeddings
+    prompts = [ids for _, ids in batch]
+    longest = max(map(len, prompts))
+    if longest >= context:
+        raise DflashError(f"A prompt has {longest} tokens, but target {config.target} holds {context}; shorten it.")
+    limits = [min(config.max_new_tokens, context - len(ids)) for ids in prompts]
+
+    def sampling() -> Sampling:
+        seed = config.seed * 1_000_003 + batch[0][0]
+        return Sampling(temperature=config.temperature, generator=torch.Generator(pair.target.device).manual_seed(seed))
+
+    start = time.perf_counter()
+    own = decode_plain(pair.target, prompts, limits, pair.stop_ids, sampling())
+    middle = time.perf_counter()
+    ours = decode_speculative(pair.target, pair.drafter, prompts, limits, pair.stop_ids, sampling())
+    clock.own += middle - start
+    clock.ours += time.perf_counter() - middle
     turns = []
-    for number, added in enumerate(prompt.turns):
-        messages.extend(added)
-        ids = render_prompt(messages, pair.tokenizer, config.template_args | prompt.template_args, prompt.tools)
-        turns.append(answer(ids, pair, config, seed=config.seed + number))
-        kept = [token for token in turns[-1].own.output_ids if token not in pair.stop_ids]
-        messages.append({"role": "assistant", "content": pair.tokenizer.decode(kept, skip_special_tokens=True)})
+    for (number, ids), mine, theirs in zip(batch, ours, own, strict=True):
+        verdict = None
+        if config.temperature == 0:
+            verdict = first_difference(pair.target, ids, mine.output_ids, theirs.output_ids)
+        turns.append(Turn(number, ids, mine, theirs, verdict))
     return turns
 
 
-def answer(prompt_ids: list[int], pair: Pair, config: EvalConfig, seed: int) -> Turn:
-    """Both ways of decoding one prompt, timed."""
-    room = pair.target.spec.max_position_embeddings - len(prompt_ids)
-    if room < 1:
-        raise DflashError(
-            f"A prompt has {len(prompt_ids)} tokens, but target {config.target} holds "
-            f"{pair.target.spec.max_position_embeddings}; shorten it."
-        )
-    limit = min(config.max_new_tokens, room)
-    device = pair.target.device
-
-    def generator() -> torch.Generator:
-        return torch.Generator(device).manual_seed(seed)
-
-    own, baseline_seconds = timed(
-        lambda: decode_plain(pair.target, prompt_ids, limit, pair.stop_ids, config.temperature, generator())
-    )
-    ours, seconds = timed(
-        lambda: decode_speculative(
-            pair.target, pair.drafter, prompt_ids, limit, pair.stop_ids, config.temperature, generator()
-        )
-    )
-    verdict = None
-    if config.temperature == 0:
-        verdict = first_difference(pair.target, prompt_ids, ours.output_ids, own.output_ids)
-    return Turn(prompt_ids, ours, own, seconds, baseline_seconds, verdict)
-
-
-def timed(run: Callable[[], Response]) -> tuple[Response, float]:
-    """Decoding reads every token back, so the host's clock is the device's too."""
-    start = time.perf_counter()
-    response = run()
-    return response, time.perf_counter() - start
-
-
-def summarise(turns: list[Turn], prompts: int, pair: Pair, config: EvalConfig) -> dict[str, Any]:
+def summarise(turns: list[Turn], prompts: int, clock: Clock, pair: Pair, config: EvalConfig) -> dict[str, Any]:
     tally = Tally(pair.drafter.config.block_size - 1)
     for turn in turns:
         tally.add(turn.ours.acceptance_lengths, turn.ours.drafted, turn.ours.accepted)
     verdicts = [turn.verdict for turn in turns]
     greedy = config.temperature == 0
     tokens, own_tokens = (sum(len(getattr(t, name).output_ids) for t in turns) for name in ("ours", "own"))
-    rate = tokens / sum(turn.seconds for turn in turns)
-    baseline = own_tokens / sum(turn.baseline_seconds for turn in turns)
+    rate, baseline = tokens / clock.ours, own_tokens / clock.own
     result = {
         "acceptance_length": tally.acceptance_length(),
         "per_slot": tally.per_slot(),
@@ -181,8 +199,9 @@ def summarise(turns: list[Turn], prompts: int, pair: Pair, config: EvalConfig) -
         "baseline_tokens_per_second": baseline,
         "speedup": rate / baseline,
         "prompts": prompts,
-        "responses_count": len(turns),
+        "answers": len(turns),
         "tokens": tokens,
+        "seconds": clock.ours + clock.own,
         "temperature": config.temperature,
         "dtype": str(pair.target.embed_VH.dtype).removeprefix("torch."),
         "device": pair.target.device.type,

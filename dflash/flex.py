@@ -1,0 +1,88 @@
+"""The GPU's attention: one call of torch's flex attention under a block mask computed from the anchors.
+
+Keys are [context | all blocks]. A block's visible context is a range [low, high) of the flat context: from its row's
+first token to its anchor. Since anchors ascend, a tile of 128 queries belongs to a few neighbouring anchors, and which
+128×128 tiles are empty, partial or full follows from their ranges by a handful of tiny operations with static shapes:
+no mask of queries × keys is ever made, and nothing is read back, so it can be captured.
+
+Axes: N = A·B block tokens (queries), S context tokens, both multiples of 128; T = N / 128 query tiles, U = (S + N) / 128
+key tiles.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from dflash.drafter import Attend
+
+TILE = 128
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def anchors_per_tile(block_size: int) -> int:
+    """Anchors are padded to a multiple of this, so that block tokens fill whole tiles."""
+    return TILE // math.gcd(TILE, block_size)
+
+
+def block_mask(low_A: Tensor, high_A: Tensor, context: int, block_size: int) -> BlockMask:
+    """The block mask of `context` + A·B keys.
+
+    Args:
+        low_A, high_A: int64 [A], the visible range of the flat context; equal where a block sees none.
+        context: S, a multiple of 128.
+    """
+    anchors = low_A.shape[0]
+    queries = anchors * block_size
+    assert context % TILE == 0, "the context is padded to whole tiles"
+    assert queries % TILE == 0, "anchors are padded to whole tiles"
+    visible, full = tile_kinds(low_A, high_A, context, block_size)
+
+    def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        anchor = query // block_size
+        before = (key >= low_A[anchor]) & (key < high_A[anchor])
+        return before | (key - context).div(block_size, rounding_mode="floor").eq(anchor)
+
+    partial = visible & ~full
+    numbers = []
+    for kind in (partial, full):
+        count = kind.sum(-1, dtype=torch.int32)
+        order = torch.argsort(kind.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
+        numbers += [count[None, None], order[None, None]]
+    lengths = (queries, context + queries)
+    return BlockMask.from_kv_blocks(*numbers, BLOCK_SIZE=TILE, mask_mod=mask, seq_lengths=lengths)
+
+
+def tile_kinds(low_A: Tensor, high_A: Tensor, context: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """Bool [T, U] each: tiles with anything visible, and tiles that are visible throughout."""
+    device, anchors = low_A.device, low_A.shape[0]
+    tiles = anchors * block_size // TILE
+    first = torch.arange(tiles, device=device) * TILE // block_size
+    last = (torch.arange(tiles, device=device) * TILE + TILE - 1) // block_size
+    width = (TILE - 1) // block_size + 2  # anchors that one tile can touch
+    members = torch.minimum(first[:, None] + torch.arange(width, device=device), last[:, None])
+    low, high = low_A[members][..., None], high_A[members][..., None]  # [T, width, 1]
+    start = torch.arange(context // TILE, device=device) * TILE
+    seen = ((low < start + TILE) & (high > start) & (low < high)).any(1)
+    whole = ((low <= start) & (high >= start + TILE)).all(1)
+    own_start = torch.arange(tiles, device=device) * TILE
+    own = (own_start < (last[:, None] + 1) * block_size) & (own_start + TILE > first[:, None] * block_size)
+    return torch.cat((seen, own), 1), torch.cat((whole, torch.zeros_like(own)), 1)
+
+
+def attend_flex(mask: BlockMask) -> Attend:
+    """Attention under `mask`; meant to run compiled, else torch materialises the scores."""
+
+    def attend(q_NQD: Tensor, k_SGD: Tensor, v_SGD: Tensor, block_k: Tensor, block_v: Tensor) -> Tensor:
+        q = q_NQD.transpose(0, 1)[None]
+        k = torch.cat((k_SGD, block_k)).transpose(0, 1)[None]
+        v = torch.cat((v_SGD, block_v)).transpose(0, 1)[None]
+        out = flex_attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+        assert isinstance(out, Tensor)
+        return out[0].transpose(0, 1)
+
+    return attend

@@ -1,0 +1,90 @@
+"""Flat parameters and the folded update against plain torch."""
+
+import pytest
+import torch
+from test_drafter import small_config
+
+from dflash.drafter import Drafter, initialise
+from dflash.train.optimiser import Optimiser, flatten, learning_rate
+
+
+def made(dtype: torch.dtype = torch.float32) -> Drafter:
+    drafter = Drafter(small_config())
+    initialise(drafter, seed=1)
+    return drafter
+
+
+@pytest.mark.parametrize("clip", [0.01, 1e9])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_updates_equal_torch_adamw_with_division_and_clipping(clip: float, decay: float) -> None:
+    ours, plain = made(), made()
+    flat = flatten(ours, torch.float32, torch.device("cpu"))
+    optimiser = Optimiser(flat, weight_decay=decay, clip=clip)
+    matrices = [p for p in plain.parameters() if p.ndim > 1]
+    vectors = [p for p in plain.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=0.01)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        denominator = torch.tensor(37.5)
+        for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+            summed = torch.randn(mine.shape, generator=generator) * 20
+            mine.grad += summed
+            theirs.grad = summed / denominator
+        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), clip)
+        optimiser.lr.fill_(0.01)
+        norm, skipped = optimiser.update(denominator)
+        adamw.step()
+        assert torch.allclose(norm, expected, rtol=1e-5)
+        assert skipped == 0
+        assert not flat.grad.any()
+    for (name, mine), theirs in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize(("gradient", "denominator"), [(0.0, 0.0), (float("nan"), 3.0), (float("inf"), 3.0)])
+def test_no_weight_or_a_value_that_is_not_finite_skips_the_update(gradient: float, denominator: float) -> None:
+    drafter = made()
+    flat = flatten(drafter, torch.float32, torch.device("cpu"))
+    optimiser = Optimiser(flat, weight_decay=0.1, clip=1.0)
+    optimiser.lr.fill_(0.01)
+    flat.grad.fill_(1.0)
+    optimiser.update(torch.tensor(5.0))
+    before = [
+        flat.master.clone(),
+        *(m.clone() for m in optimiser.moments.values()),
+        *(c.clone() for c in optimiser.counts),
+    ]
+    flat.grad[3] = gradient
+    _, skipped = optimiser.update(torch.tensor(denominator))
+    assert skipped == 1
+    after = [flat.master, *optimiser.moments.values(), *optimiser.counts]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert not flat.grad.any()
+
+
+def test_gradients_accumulate_in_place_in_fp32_with_bf16_weights() -> None:
+    drafter = made()
+    flat = flatten(drafter, torch.bfloat16, torch.device("cpu"))
+    addresses = [p.grad.data_ptr() for p in drafter.parameters()]
+    x = torch.randn(4, 32).bfloat16()
+    for _ in range(2):
+        drafter.layers[0].mlp(x).float().sum().backward()
+    assert [p.grad.data_ptr() for p in drafter.parameters()] == addresses
+    weight = drafter.layers[0].mlp.gate_proj.weight
+    assert weight.dtype == torch.bfloat16
+    assert weight.grad.dtype == torch.float32
+    once = weight.grad.clone() / 2
+    flat.grad.zero_()
+    drafter.layers[0].mlp(x).float().sum().backward()
+    assert torch.equal(weight.grad, once)
+    assert flat.grad.any()
+
+
+def test_the_learning_rate_rises_then_falls_to_zero() -> None:
+    rates = [learning_rate(step, 100, 2.0, 0.1) for step in range(100)]
+    assert rates[0] == pytest.approx(0.2)
+    assert max(rates) == 2.0
+    assert rates.index(2.0) == 9
+    assert all(a > b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert 0 < rates[-1] < 0.001
