@@ -25,8 +25,10 @@ class Generator:
         from transformers import GenerationConfig
 
         from dflash.target import load_target
+        from dflash.threads import set_threads
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        set_threads()
         model: Any = load_target(folder, config.dtype, self.device, config.trust_remote_code)
         model.generation_config = GenerationConfig()
         self.model = model

@@ -62,6 +62,9 @@ class Sampling:
         return drawn.view(logits.shape[:-1])
 
 
+GREEDY = Sampling()
+
+
 class TappedTarget:
     """A target and its frozen parts; while `tapped()`, the outputs of its tapped layers of the last forward."""
 
@@ -236,7 +239,7 @@ def decode_plain(
     prompts: Sequence[Sequence[int]],
     limits: Sequence[int],
     stop_ids: Sequence[int] = (),
-    sampling: Sampling = Sampling(),
+    sampling: Sampling = GREEDY,
 ) -> list[Response]:
     """The target alone, one token a forward: the baseline. `limits`: most new tokens of each prompt."""
     cache = TargetCache(target, prompts)
@@ -260,7 +263,7 @@ def decode_speculative(
     prompts: Sequence[Sequence[int]],
     limits: Sequence[int],
     stop_ids: Sequence[int] = (),
-    sampling: Sampling = Sampling(),
+    sampling: Sampling = GREEDY,
 ) -> list[Response]:
     """Target and drafter together; see the module docstring. The first token, from the prefill, is no cycle."""
     block, device = drafter.config.block_size, target.device

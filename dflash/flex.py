@@ -5,8 +5,8 @@ first token to its anchor. Since anchors ascend, a tile of 128 queries belongs t
 128×128 tiles are empty, partial or full follows from their ranges by a handful of tiny operations with static shapes:
 no mask of queries × keys is ever made, and nothing is read back, so it can be captured.
 
-Axes: N = A·B block tokens (queries), S context tokens, both multiples of 128; T = N / 128 query tiles, U = (S + N) / 128
-key tiles.
+Axes: N = A·B block tokens (queries), S context tokens, both multiples of 128; T = N / 128 query tiles, and
+U = (S + N) / 128 key tiles.
 """
 
 import math
@@ -47,14 +47,23 @@ def block_mask(low_A: Tensor, high_A: Tensor, context: int, block_size: int) -> 
         before = (key >= low_A[anchor]) & (key < high_A[anchor])
         return before | (key - context).div(block_size, rounding_mode="floor").eq(anchor)
 
-    partial = visible & ~full
-    numbers = []
-    for kind in (partial, full):
-        count = kind.sum(-1, dtype=torch.int32)
-        order = torch.argsort(kind.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
-        numbers += [count[None, None], order[None, None]]
-    lengths = (queries, context + queries)
-    return BlockMask.from_kv_blocks(*numbers, BLOCK_SIZE=TILE, mask_mod=mask, seq_lengths=lengths)
+    partial_count, partial_order = _listed(visible & ~full)
+    full_count, full_order = _listed(full)
+    return BlockMask.from_kv_blocks(
+        partial_count,
+        partial_order,
+        full_count,
+        full_order,
+        BLOCK_SIZE=TILE,
+        mask_mod=mask,
+        seq_lengths=(queries, context + queries),
+    )
+
+
+def _listed(kind_TU: Tensor) -> tuple[Tensor, Tensor]:
+    """How many key tiles each query tile has, and which, first; int32 [1, 1, T] and [1, 1, T, U]."""
+    order = torch.argsort(kind_TU.to(torch.int8), dim=-1, descending=True, stable=True)
+    return kind_TU.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
 
 
 def tile_kinds(low_A: Tensor, high_A: Tensor, context: int, block_size: int) -> tuple[Tensor, Tensor]:

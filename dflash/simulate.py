@@ -82,7 +82,7 @@ def accepted_drafts(
     config, length, device = drafter.config, len(ids_L), ids_L.device
     slots = torch.arange(config.block_size, device=device)
     context_kv = drafter.context_keys_values(taps_LF, rope(torch.arange(length, device=device)))
-    chunk = max(1, CHUNK_LOGITS // (config.block_size * head.weight_VH.shape[0]))
+    chunk = max(1, CHUNK_LOGITS[device.type] // 4 // (config.block_size * head.weight_VH.shape[0]))
     results = []
     for first in range(0, len(anchors), chunk):
         anchors_A = torch.from_numpy(anchors[first : first + chunk]).to(device)

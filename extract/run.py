@@ -37,6 +37,7 @@ from dflash.target import (
     stop_token_ids,
     write_target_folder,
 )
+from dflash.threads import set_threads
 
 PREPARING = ".preparing.partial"  # in the store's folder, so that what is made there is renamed into place
 TOKENIZER_FILES = (
@@ -231,7 +232,7 @@ def fill(job: Job, store: Store, stop: Stop, lock: Any) -> dict[str, Any]:
 
 
 def run_target(job: Job, store: Store, shards: list[tuple[str, int]], stop: Stop, lock: Any) -> Totals:
-    threads = workers.set_threads(job.config.threads)
+    threads = set_threads(job.config.threads)
     where = f"{torch.cuda.get_device_name(job.device)}" if job.device.type == "cuda" else f"CPU, {threads} threads"
     say(f"Loading {job.spec.name} ({store.meta.target['dtype']}) on {where}.")
     model = load_target(job.source, store.meta.target["dtype"], str(job.device), job.config.trust_remote_code)

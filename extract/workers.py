@@ -43,26 +43,6 @@ def choose_device(given: str | None, worker: int) -> torch.device:
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
-def set_threads(given: int | None) -> int:
-    """Fix the number of CPU threads, since results depend on it and torchrun would set 1."""
-    threads = given or max(1, physical_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    torch.set_num_threads(threads)
-    return threads
-
-
-def physical_cores() -> int:
-    """Cores that this process may use, counting a core's hardware threads once."""
-    usable = os.sched_getaffinity(0)
-    cores = set()
-    for cpu in usable:
-        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        try:
-            cores.add(path.read_text().strip())
-        except OSError:
-            cores.add(str(cpu))
-    return max(1, len(cores))
-
-
 def wait_for(path: Path, what: str, stop: Stop) -> None:
     """Wait until worker 0 has made `path`, saying so now and then."""
     last = float("-inf")

@@ -112,6 +112,8 @@ def random_row(store: Store, bucket: str, row: int) -> dict[str, np.ndarray]:
             arrays[name] = _labels(store, bucket, row, rng)
         elif name in ("input_ids", "loss_mask"):
             continue
+        elif name == "topk_ids":
+            arrays[name] = rng.permuted(np.tile(np.arange(VOCAB, dtype=dtype), (shape[0], 1)), axis=1)[:, : shape[1]]
         elif dtype.kind == "f":
             arrays[name] = rng.standard_normal(shape).astype(dtype)
         else:

@@ -31,6 +31,9 @@ def pair() -> tuple:
     return TappedTarget(model, TargetSpec.read(VECTORS / "target"), drafter.config.taps), drafter
 
 
+GREEDY = Sampling()
+
+
 def plain(target: TappedTarget, prompt: list[int], limit: int, stop_ids: tuple[int, ...] = ()) -> Response:
     return decode_plain(target, [prompt], [limit], stop_ids)[0]
 
@@ -41,7 +44,7 @@ def speculative(
     prompt: list[int],
     limit: int,
     stop_ids: tuple[int, ...] = (),
-    sampling: Sampling = Sampling(),
+    sampling: Sampling = GREEDY,
 ) -> Response:
     return decode_speculative(target, drafter, [prompt], [limit], stop_ids, sampling)[0]
 

@@ -1,5 +1,7 @@
 """Flat parameters and the folded update against plain torch."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from test_drafter import small_config
@@ -86,5 +88,5 @@ def test_the_learning_rate_rises_then_falls_to_zero() -> None:
     assert rates[0] == pytest.approx(0.2)
     assert max(rates) == 2.0
     assert rates.index(2.0) == 9
-    assert all(a > b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert all(a > b for a, b in pairwise(rates[10:]))
     assert 0 < rates[-1] < 0.001

@@ -189,7 +189,7 @@ def test_a_damaged_row_stops_the_run_with_its_name(tmp_path: Path) -> None:
         byte = file.read(1)
         file.seek(0)
         file.write(bytes([byte[0] ^ 0x10]))
-    with pytest.raises(DflashError, match=r"b00\d\d/s000000.*hidden"):
+    with pytest.raises(DflashError, match=r"array hidden of shard b00\d\d/s000000"):
         train(config(store.root, tmp_path / "run", steps=30))
 
 

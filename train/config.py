@@ -56,6 +56,11 @@ class TrainConfig:
     precision: str | None = setting(
         None, "Of the arithmetic; masters are always fp32. bf16 on a GPU, fp32 on a CPU.", choices=("fp32", "bf16")
     )
+    graph: str | None = setting(
+        None,
+        "bucket: a CUDA graph for every bucket, which a GPU runs by default; off: no graphs, as on a CPU.",
+        choices=("bucket", "off"),
+    )
     eval_every: int | None = setting(None, "Steps between validations on held-out rows; a tenth of the run.")
     save_every: int | None = setting(None, "Steps between checkpoints; those of --eval-every.")
     keep: int = setting(2, "Newest checkpoints to keep, beside the best.")

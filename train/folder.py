@@ -136,6 +136,9 @@ class Metrics:
         self.file.flush()
         os.fsync(self.file.fileno())
 
+    def close(self) -> None:
+        self.file.close()
+
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     lines = []

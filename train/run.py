@@ -5,7 +5,9 @@ once. What a step does follows from (seed, step) alone, so a resumed run continu
 """
 
 import json
+import signal
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,12 +26,14 @@ from dflash.train import folder as run_folder
 from dflash.train.config import TrainConfig
 from dflash.train.optimiser import Flat, Optimiser, learning_rate
 from dflash.train.order import Micro
-from dflash.train.reader import Reader
+from dflash.train.reader import Layout, Reader
+from dflash.train.runner import Captured, Eager, Parts, Runner
 from dflash.train.setup import Plan, Ranks, batch_plan, build, join_ranks, open_store, token_ids
-from dflash.train.step import Batch, Model, Objective, Sums, micro_step
+from dflash.train.step import Batch, Model, Objective
 from dflash.train.validate import held_out_rows, validate
 
 # What may differ between a run and its resumption: where things lie and how often it looks, not what it computes.
+METRICS_LAG = 4  # steps between an update and the reading of its figures
 FREE_TO_CHANGE = ("store", "run", "target", "eval_every", "save_every", "keep")
 
 
@@ -44,6 +48,24 @@ def train(config: TrainConfig) -> dict[str, Any]:
         return trainer.run(stop)
 
 
+class Pending:
+    """A step's outcome on its way to the host: copied without waiting, read some steps later."""
+
+    def __init__(self, outcome: Tensor, device: torch.device) -> None:
+        self.done = None
+        self.host = outcome
+        if device.type == "cuda":
+            self.host = torch.empty_like(outcome, device="cpu", pin_memory=True)
+            self.host.copy_(outcome, non_blocking=True)
+            self.done = torch.cuda.Event()
+            self.done.record()
+
+    def values(self) -> list[float]:
+        if self.done is not None:
+            self.done.synchronize()
+        return self.host.tolist()
+
+
 class Trainer:
     """One run: its parts, its place in time, and the loop."""
 
@@ -56,17 +78,38 @@ class Trainer:
         self.flat, self.optimiser = flat, optimiser
         self.ranks, self.device = ranks, device
         self.folder = Path(config.run)
+        self.metrics: run_folder.Metrics | None = None  # of the first rank only
         self.step = 0
         self.best: dict[str, Any] | None = None
         self.last_validation: dict[str, Any] | None = None
         self.last_line: dict[str, Any] | None = None
         self.held_out = held_out_rows(store)
         self.every = config.eval_every or max(1, plan.steps // 10)
+        self.tokens_of = {bucket.name: store.plan.rows[bucket.name].length.tolist() for bucket in plan.order.buckets}
+        self.pending: deque[tuple[Pending, dict[str, Any], dict[str, float]]] = deque()
+        self.layout = Layout.of(store, plan.largest)
 
     def run(self, stop: Stop) -> dict[str, Any]:
-        self._resume_or_begin()
+        try:
+            self._resume_or_begin()
+            return self._train(stop)
+        finally:
+            if self.metrics is not None:
+                self.metrics.close()
+
+    def _make_runner(self) -> Runner:
+        """Graphs are captured before any reader thread starts, and after weights and moments are in their places."""
+        parts = Parts(self.model, self.objective, self.optimiser, self.config.seed, self.device)
+        if self.device.type == "cpu":
+            return Eager(parts)
+        return Captured(parts, self.layout, self.plan.order.buckets, capture=self.config.graph != "off")
+
+    def _train(self, stop: Stop) -> dict[str, Any]:
+        if self.step == self.plan.steps:
+            return self._summary(0, 0.0, 0.0, 0)
+        self.runner = self._make_runner()
         began, first = time.perf_counter(), self.step
-        reader = Reader(self.store, self.plan.largest, self.device)
+        reader = Reader(self.store, self.layout, self.device)
         tokens = 0
         with progress("Training", self.plan.steps - first, "steps") as advance:
             batches = reader.batches(self._micros())
@@ -79,6 +122,8 @@ class Trainer:
                 tokens += self._one_step(batches, reader)
                 self._look(stop)
                 advance(1)
+        self._settle()
+        self.runner.close()
         seconds = time.perf_counter() - began
         return self._summary(tokens, seconds, reader.waited, self.step - first)
 
@@ -91,19 +136,13 @@ class Trainer:
     def _one_step(self, batches: Iterator[tuple[Micro, Batch]], reader: Reader) -> int:
         """All micro-steps of this rank, the reduction and the update; returns this rank's valid tokens."""
         start, waited, tokens = time.perf_counter(), reader.waited, 0
-        sums = Sums(self.shape.block_size - 1, self.device)
-        step = torch.tensor(self.step, dtype=torch.int64, device=self.device)
         for _ in range(self.plan.micros_per_step // self.ranks.world):
             micro, batch = next(batches)
-            tokens += int(batch.lengths.sum())
-            longest = max(2, int(batch.lengths.max()))
-            micro_step(
-                self.model, batch.cropped(longest), self.objective, micro.bucket.anchors, self.config.seed, step, sums
-            )
-        self.ranks.all_reduce(self.flat.grad, sums.vector)
+            tokens += sum(self.tokens_of[micro.bucket.name][row] for row in micro.rows)
+            self.runner.micro(micro, batch, self.step)
+        self.ranks.all_reduce(self.flat.grad, self.runner.sums.vector)
         lr = learning_rate(self.step, self.plan.steps, self.config.lr, self.config.warmup)
-        self.optimiser.lr.fill_(lr)
-        norm, skipped = self.optimiser.update(sums.denominator)
+        outcome = self.runner.update(lr)
         self.step += 1
         seconds = time.perf_counter() - start
         times = {
@@ -111,29 +150,34 @@ class Trainer:
             "tokens_per_second": tokens / seconds,
             "data_wait": (reader.waited - waited) / seconds,
         }
-        self._record(sums, norm, skipped, lr, tokens, times)
+        self.pending.append((Pending(outcome, self.device), {"step": self.step, "lr": lr, "tokens": tokens}, times))
+        while len(self.pending) > METRICS_LAG:
+            self._record()
         return tokens
 
-    def _record(
-        self, sums: Sums, norm: Tensor, skipped: Tensor, lr: float, tokens: int, times: dict[str, float]
-    ) -> None:
-        numerator, denominator, anchors, *slots = sums.vector.tolist()
-        n = sums.slots
+    def _record(self) -> None:
+        """Write the oldest step's line; on a GPU its values have been copied out meanwhile."""
+        pending, about, times = self.pending.popleft()
+        norm, skipped, numerator, denominator, anchors, *slots = pending.values()
+        n = self.shape.block_size - 1
         scored, correct, prefix = slots[:n], slots[n : 2 * n], slots[2 * n :]
         self.last_line = {
-            "step": self.step,
+            **about,
             "loss": numerator / denominator if denominator else None,
-            "lr": lr,
-            "grad_norm": float(norm) if denominator else None,
+            "grad_norm": norm if denominator else None,
             "skipped": bool(skipped),
             "anchors": int(anchors),
-            "tokens": tokens,
             "accuracy": sum(correct) / sum(scored) if sum(scored) else None,
             "accepted_slots": [round(p / s, 6) if s else None for p, s in zip(prefix, scored, strict=True)],
             **times,
         }
-        if self.ranks.first:
+        if self.metrics is not None:
             self.metrics.write(self.last_line)
+
+    def _settle(self) -> None:
+        """Write the lines of all steps done, before anything that reads them or stands behind them."""
+        while self.pending:
+            self._record()
 
     def _look(self, stop: Stop) -> None:
         """Validate and save where it is due. A stop is never delayed by a validation."""
@@ -145,7 +189,8 @@ class Trainer:
 
     def _validate(self) -> None:
         """Held-out acceptance. Only rank 0 does it; the others wait at the next reduction."""
-        if not self.held_out or not self.ranks.first:
+        self._settle()
+        if not self.held_out or self.metrics is None:
             return
         tally = validate(self.store, self.model, self.held_out)
         length = tally.acceptance_length()
@@ -165,11 +210,11 @@ class Trainer:
 
     def _stopped(self, stop: Stop) -> bool:
         """Whether any rank was asked to stop: all leave after the same step."""
+        if self.ranks.world == 1:
+            return bool(stop)
         flag = torch.tensor(float(bool(stop)), device=self.device)
         self.ranks.all_reduce(flag)
         if bool(flag) and not stop:
-            import signal
-
             stop.signum = signal.SIGTERM
         return bool(flag)
 
@@ -181,11 +226,8 @@ class Trainer:
         meta = self.store.meta
         derived: dict[str, Any] = {"steps": self.plan.steps, "micros_per_step": self.plan.micros_per_step}
         derived["anchors"] = {bucket.name: bucket.anchors for bucket in self.plan.order.buckets}
-        return {
-            "settings": settings,
-            "store": {"plan": meta.fingerprints["plan"], "fingerprint": self.store.fingerprint},
-            "derived": derived,
-        }
+        store = {"plan": meta.fingerprints["plan"], "fingerprint": self.store.fingerprint}
+        return {"store": store, "settings": settings, "derived": derived}
 
     def _resume_or_begin(self) -> None:
         found = run_folder.checkpoints(self.folder)
@@ -227,7 +269,8 @@ class Trainer:
         self.last_line = checkpoint.state["line"]
 
     def _save(self) -> None:
-        if not self.ranks.first:
+        self._settle()
+        if self.metrics is None:
             return
         self.metrics.sync()
         optimiser = {
@@ -272,7 +315,7 @@ class Trainer:
 def first_difference(old: Any, new: Any, name: str = "") -> tuple[str, Any, Any] | None:
     """The first leaf in which two JSON values differ: its dotted name and both values."""
     if isinstance(old, dict) and isinstance(new, dict):
-        for key in sorted(old.keys() | new.keys()):
+        for key in [*new, *(old.keys() - new.keys())]:
             found = first_difference(old.get(key), new.get(key), f"{name}.{key}".removeprefix("."))
             if found is not None:
                 return found

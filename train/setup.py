@@ -16,6 +16,7 @@ from dflash.errors import DflashError
 from dflash.loss import Head, decay_weights, default_gamma
 from dflash.store import Store
 from dflash.target import TargetSpec, read_frozen, resolve_target, weights_fingerprint
+from dflash.threads import set_threads
 from dflash.train.config import TrainConfig
 from dflash.train.optimiser import Flat, Optimiser, flatten
 from dflash.train.order import BucketRows, Order, anchors_of
@@ -54,6 +55,8 @@ def join_ranks() -> tuple[Ranks, torch.device]:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+    else:
+        set_threads()
     if world > 1:
         dist.init_process_group("nccl" if cuda else "gloo")
     return Ranks(rank, world), device

@@ -10,11 +10,12 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
 from dflash.attention import attend_rows, row_spans
-from dflash.drafter import Drafter, RopeTable, embed_blocks
+from dflash.drafter import Attend, Drafter, RopeTable, embed_blocks
 from dflash.loss import Head, LossSums, Teacher, block_loss, slots_that_count
 from dflash.store import Store
 from dflash.train.anchors import choose, scores
@@ -90,48 +91,101 @@ def row_states(arrays: dict[str, np.ndarray], model: Model) -> Tensor:
     return stored_states(hidden, scale, model)
 
 
-def tapped_states(batch: Batch, inside_RC: Tensor, model: Model) -> Tensor:
-    """The taps of a batch, [S, K·H]; zero behind a row's length, so stale NaN cannot reach a product."""
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a micro-batch, in the order of their anchors; dummies, which see and count nothing, come last."""
+
+    flat_A: Tensor  # int64 anchor = row · C + position; S for a dummy
+    live_A: Tensor  # bool
+    slots_AB: Tensor  # int64 position of each slot in its row
+    index_AB: Tensor  # int64 flat index of each slot, inside its row
+    inside_AB: Tensor  # bool, the slot is a token of its document
+    tokens_A: Tensor  # int64 anchor token
+    targets_AJ: Tensor  # int64
+    counts_AJ: Tensor  # fp32
+
+    def live(self) -> "Blocks":
+        """Without dummies. Reads their number back, so it is for eager loops only."""
+        count = int(self.live_A.sum())
+        return Blocks(**{f.name: getattr(self, f.name)[:count] for f in fields(self)})
+
+
+def inside_rows(batch: Batch) -> Tensor:
+    """Bool [R, C]: positions that hold a token of the row's document."""
+    return torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device) < batch.lengths[:, None]
+
+
+def lay_blocks(
+    batch: Batch, objective: Objective, block: int, anchors: int, padded: int, seed: int, step: Tensor
+) -> Blocks:
+    """Choose `anchors` anchors and read their slots; dummies fill up to `padded`. Static shapes throughout."""
+    rows, ceiling = batch.input_ids.shape
+    device, total = batch.input_ids.device, rows * ceiling
+    inside_RC = inside_rows(batch)
+    supervised_RC = (batch.loss_mask > 0) & inside_RC
+    flat_A, _ = choose(supervised_RC, scores(seed, step, batch.documents, ceiling), anchors)
+    flat_A = F.pad(flat_A, (0, padded - flat_A.shape[0]), value=total)
+    live_A = flat_A < total
+    places = torch.arange(block, device=device)
+    slots_AB = (flat_A % ceiling)[:, None] + places
+    fits_AB = (slots_AB < ceiling) & live_A[:, None]
+    index_AB = torch.where(fits_AB, flat_A[:, None] + places, flat_A[:, None].clamp(max=total - 1))
+    inside_AB = inside_RC.flatten()[index_AB] & fits_AB
+    tokens_AB = torch.where(inside_AB, batch.input_ids.flatten()[index_AB], 0).long()
+    labels_AB = torch.where(inside_AB, batch.labels.flatten()[index_AB], 0).long()
+    supervised_AB = supervised_RC.flatten()[index_AB] & inside_AB
+    return Blocks(
+        flat_A=flat_A,
+        live_A=live_A,
+        slots_AB=slots_AB,
+        index_AB=index_AB,
+        inside_AB=inside_AB,
+        tokens_A=tokens_AB[:, 0],
+        targets_AJ=(tokens_AB if objective.loss == "ce-tokens" else labels_AB)[:, 1:].clamp(min=0),
+        counts_AJ=slots_that_count(supervised_AB, labels_AB == tokens_AB, objective.prefix),
+    )
+
+
+def drafted_states(model: Model, batch: Batch, blocks: Blocks, attend: Attend, context: int) -> Tensor:
+    """The drafter's outputs of slots 1..B-1, [A, J, H].
+
+    Taps are zero behind a row's length, so stale NaN cannot reach a product, and padded to `context` tokens.
+    """
+    rows, ceiling = batch.input_ids.shape
+    config = model.drafter.config
+    padding = context - rows * ceiling
     states = stored_states(batch.hidden, batch.scale, model)
-    return torch.where(inside_RC[..., None], states, 0.0).flatten(0, 1)
+    taps_SF = F.pad(torch.where(inside_rows(batch)[..., None], states, 0.0).flatten(0, 1), (0, 0, 0, padding))
+    positions_S = F.pad(torch.arange(ceiling, device=taps_SF.device).repeat(rows), (0, padding))
+    x_AB = embed_blocks(model.embed_VH, model.embed_factor, blocks.tokens_A, config.mask_token_id, config.block_size)
+    hidden = model.drafter(
+        taps_SF, model.rope(positions_S), x_AB.flatten(0, 1), model.rope(blocks.slots_AB.flatten()), attend
+    )
+    return hidden.unflatten(0, (-1, config.block_size))[:, 1:]
+
+
+def loss_of(model: Model, batch: Batch, blocks: Blocks, objective: Objective, hidden_AJH: Tensor) -> LossSums:
+    """The loss sums through the frozen head."""
+    teacher = None
+    if objective.loss == "kl":
+        teacher = soft_teacher(batch, blocks.index_AB[:, 1:], blocks.inside_AB[:, 1:])
+    return block_loss(
+        hidden_AJH, model.head, blocks.targets_AJ, blocks.counts_AJ, decay_J=objective.decay_J, teacher=teacher
+    )
 
 
 def micro_loss(
     model: Model, batch: Batch, objective: Objective, anchors: int, seed: int, step: Tensor
 ) -> tuple[LossSums, Tensor] | None:
-    """The loss sums of one micro-batch and its number of live anchors; None when no position can be an anchor."""
+    """Eagerly, attention row by row: loss sums and number of live anchors; None when no position can be an anchor."""
     rows, ceiling = batch.input_ids.shape
     block = model.drafter.config.block_size
-    device = batch.input_ids.device
-    positions_C = torch.arange(ceiling, device=device)
-    inside_RC = positions_C < batch.lengths[:, None]
-    supervised_RC = (batch.loss_mask > 0) & inside_RC
-    flat_A, live_A = choose(supervised_RC, scores(seed, step, batch.documents, ceiling), anchors)
-    flat_A = flat_A[: int(live_A.sum())]
-    if not len(flat_A):
+    blocks = lay_blocks(batch, objective, block, anchors, anchors, seed, step).live()
+    if not len(blocks.flat_A):
         return None
-
-    positions_A = flat_A % ceiling
-    slots_AB = positions_A[:, None] + torch.arange(block, device=device)
-    fits_AB = slots_AB < ceiling
-    index_AB = torch.where(fits_AB, flat_A[:, None] + torch.arange(block, device=device), flat_A[:, None])
-    inside_AB = inside_RC.flatten()[index_AB] & fits_AB
-    tokens_AB = torch.where(inside_AB, batch.input_ids.flatten()[index_AB], 0).long()
-    labels_AB = torch.where(inside_AB, batch.labels.flatten()[index_AB], 0).long()
-    supervised_AB = supervised_RC.flatten()[index_AB] & inside_AB
-    counts_AJ = slots_that_count(supervised_AB, labels_AB == tokens_AB, objective.prefix)
-    targets_AJ = (tokens_AB if objective.loss == "ce-tokens" else labels_AB)[:, 1:].clamp(min=0)
-
-    x_AB = embed_blocks(model.embed_VH, model.embed_factor, tokens_AB[:, 0], model.drafter.config.mask_token_id, block)
-    taps_SF = tapped_states(batch, inside_RC, model)
-    attend = attend_rows(row_spans(flat_A, rows, ceiling), positions_A, block)
-    hidden = model.drafter(
-        taps_SF, model.rope(positions_C.repeat(rows)), x_AB.flatten(0, 1), model.rope(slots_AB.flatten()), attend
-    )
-    hidden_AJH = hidden.unflatten(0, (-1, block))[:, 1:]
-    teacher = soft_teacher(batch, index_AB[:, 1:], inside_AB[:, 1:]) if objective.loss == "kl" else None
-    sums = block_loss(hidden_AJH, model.head, targets_AJ, counts_AJ, decay_J=objective.decay_J, teacher=teacher)
-    return sums, live_A.sum()
+    attend = attend_rows(row_spans(blocks.flat_A, rows, ceiling), blocks.flat_A % ceiling, block)
+    hidden_AJH = drafted_states(model, batch, blocks, attend, context=rows * ceiling)
+    return loss_of(model, batch, blocks, objective, hidden_AJH), blocks.live_A.sum()
 
 
 def soft_teacher(batch: Batch, index_AJ: Tensor, inside_AJ: Tensor) -> Teacher:

@@ -30,6 +30,7 @@ from dflash.target import (
     stop_token_ids,
     weights_fingerprint,
 )
+from dflash.threads import set_threads
 
 ReadPrompts = Callable[[Sequence[str], int | None], list[Any]]
 RenderPrompt = Callable[..., list[int]]
@@ -88,6 +89,7 @@ def open_pair(config: EvalConfig, needs_tokenizer: bool) -> Pair:
     shape, _ = read_drafter(Path(config.drafter))
     check_pair(shape, spec, config)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    set_threads()
     dtype = as_dtype(config.dtype) or spec.torch_dtype
     model = load_target(folder, dtype, device, config.trust_remote_code)
     tokenizer = None

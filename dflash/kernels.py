@@ -1,0 +1,113 @@
+"""Two Triton kernels for the frozen head's rows on a GPU: statistics of a row of logits, and its gradient in place.
+
+A row of logits is read once for its log-sum-exp and once for the gradient, which overwrites it; in plain torch the same
+takes six passes over a matrix of slots × vocabulary. Arithmetic is fp32 whatever the logits' dtype. One program a row,
+no atomics, so results do not depend on scheduling.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+COLUMNS = 4096  # of a row at once
+
+
+@triton.jit
+def _squash(x, scale, cap, HAS_CAP: tl.constexpr):  # noqa: ANN001, ANN202, N803
+    """cap · tanh(scale · x / cap), or scale · x."""
+    x = x * scale
+    if HAS_CAP:
+        # tanh by exp of a non-positive number, which cannot overflow
+        z = tl.exp(-2.0 * tl.abs(x) / cap)
+        t = (1.0 - z) / (1.0 + z)
+        x = cap * tl.where(x < 0, -t, t)
+    return x
+
+
+@triton.jit
+def _rows_kernel(
+    logits,  # noqa: ANN001  [n, V]
+    targets,  # noqa: ANN001  int64 [n]
+    lse,  # noqa: ANN001  fp32 [n], out
+    picked,  # noqa: ANN001  fp32 [n], out: the target's logit
+    highest,  # noqa: ANN001  fp32 [n], out: the largest logit
+    columns,  # noqa: ANN001  V
+    scale,  # noqa: ANN001
+    cap,  # noqa: ANN001
+    HAS_CAP: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):  # noqa: ANN202
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * columns
+    offsets = tl.arange(0, BLOCK)
+    peak = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, columns, BLOCK):
+        inside = first + offsets < columns
+        x = tl.load(start + first + offsets, mask=inside, other=0.0).to(tl.float32)
+        x = tl.where(inside, _squash(x, scale, cap, HAS_CAP), float("-inf"))
+        higher = tl.maximum(peak, x)
+        # a lane that has seen nothing yet keeps a total of zero
+        old = tl.where(peak == float("-inf"), 0.0, total * tl.exp(peak - higher))
+        total = old + tl.where(x == float("-inf"), 0.0, tl.exp(x - higher))
+        peak = higher
+    top = tl.max(peak, axis=0)
+    summed = tl.sum(tl.where(peak == float("-inf"), 0.0, total * tl.exp(peak - top)), axis=0)
+    target = tl.load(targets + row)
+    chosen = _squash(tl.load(start + target).to(tl.float32), scale, cap, HAS_CAP)
+    tl.store(lse + row, top + tl.log(summed))
+    tl.store(picked + row, chosen)
+    tl.store(highest + row, top)
+
+
+@triton.jit
+def _gradient_kernel(
+    logits,  # noqa: ANN001  [n, V], overwritten by the gradient
+    targets,  # noqa: ANN001  int64 [n]
+    lse,  # noqa: ANN001  fp32 [n]
+    weights,  # noqa: ANN001  fp32 [n]
+    columns,  # noqa: ANN001
+    scale,  # noqa: ANN001
+    cap,  # noqa: ANN001
+    HAS_CAP: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):  # noqa: ANN202
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * columns
+    target = tl.load(targets + row)
+    normaliser = tl.load(lse + row)
+    weight = tl.load(weights + row)
+    offsets = tl.arange(0, BLOCK)
+    for first in range(0, columns, BLOCK):
+        column = first + offsets
+        inside = column < columns
+        x = _squash(tl.load(start + column, mask=inside, other=0.0).to(tl.float32), scale, cap, HAS_CAP)
+        d = tl.exp(x - normaliser) - tl.where(column == target, 1.0, 0.0)
+        if HAS_CAP:
+            d = d * (1.0 - (x / cap) * (x / cap))
+        # where(), not a product alone: a row that does not count may hold anything, and 0 · inf is NaN
+        d = tl.where(weight == 0.0, 0.0, d * weight * scale)
+        tl.store(start + column, d.to(logits.dtype.element_ty), mask=inside)
+
+
+def row_statistics(
+    logits: Tensor, targets: Tensor, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-sum-exp, the target's logit and the highest logit, fp32 [n] each, of raw products [n, V] (contiguous)."""
+    out = torch.empty((3, logits.shape[0]), dtype=torch.float32, device=logits.device)
+    _rows_kernel[(logits.shape[0],)](
+        logits, targets, out[0], out[1], out[2], logits.shape[1], scale, softcap or 1.0,
+        HAS_CAP=softcap is not None, BLOCK=COLUMNS, num_warps=8,
+    )  # fmt: skip
+    return out[0], out[1], out[2]
+
+
+def gradient_in_place(
+    logits: Tensor, targets: Tensor, lse: Tensor, weights: Tensor, scale: float, softcap: float | None
+) -> None:
+    """Overwrite raw products [n, V] by the gradient of Σ weight · cross entropy with respect to them."""
+    _gradient_kernel[(logits.shape[0],)](
+        logits, targets, lse, weights, logits.shape[1], scale, softcap or 1.0,
+        HAS_CAP=softcap is not None, BLOCK=COLUMNS, num_warps=8,
+    )  # fmt: skip

@@ -1,0 +1,62 @@
+"""CUDA graphs of a run: recorded once, replayed without Python, all in one memory pool.
+
+Inputs, gradients, sums and the step number live outside the pool at fixed addresses; what a graph leaves inside the pool
+may be overwritten by the next. Warm-up and capture run on one side stream, or the backward's gradient accumulation would
+belong to another stream. A failed capture is fatal: the pool of a half-captured graph cannot be trusted.
+"""
+
+import gc
+import time
+from collections.abc import Callable
+
+import torch
+
+WARM_UP = 3
+
+
+class Graphs:
+    """Work by name: captured, or kept as plain functions."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+        self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        self.plain: dict[str, Callable[[], None]] = {}
+        self.seconds: dict[str, float] = {}
+
+    def prepare(self, name: str, work: Callable[[], None], capture: bool) -> None:
+        """Warm `work` up (which compiles it) and record it. It reads and writes static tensors only."""
+        start = time.perf_counter()
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            for _ in range(WARM_UP):
+                work()
+        self.stream.synchronize()
+        if capture:
+            gc.collect()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+                work()
+            self.graphs[name] = graph
+        else:
+            self.plain[name] = work
+        torch.cuda.synchronize(self.device)
+        self.seconds[name] = time.perf_counter() - start
+
+    def run(self, name: str) -> None:
+        """Replay on the current stream; uncaptured work runs on the side stream, where its gradients belong."""
+        if name in self.graphs:
+            self.graphs[name].replay()
+            return
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            self.plain[name]()
+        current.wait_stream(self.stream)
+
+    def close(self) -> None:
+        """Graphs go before the process group, or NCCL hangs."""
+        torch.cuda.synchronize(self.device)
+        self.graphs.clear()
+        self.plain.clear()
