@@ -14,7 +14,7 @@ COLUMNS = 4096  # of a row at once
 
 
 @triton.jit
-def _squash(x, scale, cap, HAS_CAP: tl.constexpr):  # noqa: ANN001, ANN202, N803
+def _squash(x, scale, cap, HAS_CAP: tl.constexpr):
     """cap · tanh(scale · x / cap), or scale · x."""
     x = x * scale
     if HAS_CAP:
@@ -27,17 +27,17 @@ def _squash(x, scale, cap, HAS_CAP: tl.constexpr):  # noqa: ANN001, ANN202, N803
 
 @triton.jit
 def _rows_kernel(
-    logits,  # noqa: ANN001  [n, V]
-    targets,  # noqa: ANN001  int64 [n]
-    lse,  # noqa: ANN001  fp32 [n], out
-    picked,  # noqa: ANN001  fp32 [n], out: the target's logit
-    highest,  # noqa: ANN001  fp32 [n], out: the largest logit
-    columns,  # noqa: ANN001  V
-    scale,  # noqa: ANN001
-    cap,  # noqa: ANN001
-    HAS_CAP: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-):  # noqa: ANN202
+    logits,  # [n, V]
+    targets,  # int64 [n]
+    lse,  # fp32 [n], out
+    picked,  # fp32 [n], out: the target's logit
+    highest,  # fp32 [n], out: the largest logit
+    columns,  # V
+    scale,
+    cap,
+    HAS_CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * columns
     offsets = tl.arange(0, BLOCK)
@@ -63,16 +63,16 @@ def _rows_kernel(
 
 @triton.jit
 def _gradient_kernel(
-    logits,  # noqa: ANN001  [n, V], overwritten by the gradient
-    targets,  # noqa: ANN001  int64 [n]
-    lse,  # noqa: ANN001  fp32 [n]
-    weights,  # noqa: ANN001  fp32 [n]
-    columns,  # noqa: ANN001
-    scale,  # noqa: ANN001
-    cap,  # noqa: ANN001
-    HAS_CAP: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-):  # noqa: ANN202
+    logits,  # [n, V], overwritten by the gradient
+    targets,  # int64 [n]
+    lse,  # fp32 [n]
+    weights,  # fp32 [n]
+    columns,
+    scale,
+    cap,
+    HAS_CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * columns
     target = tl.load(targets + row)

@@ -7,7 +7,8 @@ import torch
 
 
 def set_threads(given: int | None = None) -> int:
-    """Use `given` threads, else the physical cores, shared by torchrun's processes on this machine; returns the number."""
+    """Use `given` threads, else the physical cores, which torchrun's processes on this machine share. Returns how
+    many."""
     threads = given or max(1, physical_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     torch.set_num_threads(threads)
     return threads

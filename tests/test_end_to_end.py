@@ -28,8 +28,8 @@ def work(tmp_path_factory: pytest.TempPathFactory, tiny_chat: Path) -> Path:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in part))
     shutil.copytree(tiny_chat, folder / "target")
     answers = dflash(
-        "regenerate", "--data", folder / "train.jsonl", "--target", folder / "target", "--out", folder / "answers.jsonl",
-        "--max-new-tokens", "160", "--batch-size", "100",
+        "regenerate", "--data", folder / "train.jsonl", "--target", folder / "target",
+        "--out", folder / "answers.jsonl", "--max-new-tokens", "160", "--batch-size", "100",
     )  # fmt: skip
     assert answers["responses"] == 200
     store = dflash(

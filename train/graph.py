@@ -1,8 +1,9 @@
 """CUDA graphs of a run: recorded once, replayed without Python, all in one memory pool.
 
-Inputs, gradients, sums and the step number live outside the pool at fixed addresses; what a graph leaves inside the pool
-may be overwritten by the next. Warm-up and capture run on one side stream, or the backward's gradient accumulation would
-belong to another stream. A failed capture is fatal: the pool of a half-captured graph cannot be trusted.
+Inputs, gradients, sums and the step number live outside the pool at fixed addresses; what a graph leaves inside the
+pool may be overwritten by the next. Warm-up and capture run on one side stream, or the backward's gradient
+accumulation would belong to another stream. A failed capture is fatal: the pool of a half-captured graph cannot be
+trusted.
 """
 
 import gc

@@ -1,9 +1,9 @@
 """From the store's memory maps to batches: threads fill reusable slots ahead of the loop.
 
 A slot holds one micro-batch in buffers made once for the largest. Filling copies only the valid part of each row and
-checks its checksum on the copied bytes; what lies behind is stale and masked by `lengths` in the step. On a CPU the loop
-works on the slot in place. On a GPU slots are pinned; a side stream moves each to one of two stages on the device, while
-the loop still runs the step before.
+checks its checksum on the copied bytes; what lies behind is stale and masked by `lengths` in the step. On a CPU the
+loop works on the slot in place. On a GPU slots are pinned; a side stream moves each to one of two stages on the
+device, while the loop still runs the step before.
 """
 
 import time
@@ -48,7 +48,10 @@ class Layout:
         """Flat buffers, large enough for every micro-batch, and per row its length and document."""
         flat = {
             name: torch.empty(
-                self.largest * int(np.prod(tail, dtype=np.int64)), dtype=self.dtypes[name], device=device, pin_memory=pin
+                self.largest * int(np.prod(tail, dtype=np.int64)),
+                dtype=self.dtypes[name],
+                device=device,
+                pin_memory=pin,
             )
             for name, tail in self.tails.items()
         }
@@ -67,7 +70,9 @@ class Layout:
         return Batch(**{f.name: views[f.name] for f in fields(Batch) if f.name in views})
 
     def bytes(self) -> int:
-        return sum(self.largest * int(np.prod(t, dtype=np.int64)) * self.dtypes[n].itemsize for n, t in self.tails.items())
+        return sum(
+            self.largest * int(np.prod(t, dtype=np.int64)) * self.dtypes[n].itemsize for n, t in self.tails.items()
+        )
 
 
 class Reader:
@@ -83,7 +88,9 @@ class Reader:
         self.slots = [layout.buffers(torch.device("cpu"), pin=cuda) for _ in range(SLOTS)]
         self.stages = [layout.buffers(device, pin=False) for _ in range(STAGES)] if cuda else []
         self.stream = torch.cuda.Stream(device) if cuda else None
-        self._stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # when the device began and ended to wait
+        self._stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = (
+            deque()
+        )  # when the device began and ended to wait
 
     def fill(self, slot: dict[str, Tensor], micro: Micro) -> Batch:
         """Copy a micro-batch's rows into the slot; the batch is views of it, on the host."""
@@ -127,9 +134,8 @@ class Reader:
         landed = [torch.cuda.Event() for _ in self.stages]
         drained = [torch.cuda.Event() for _ in self.stages]
         ahead: deque[tuple[int, Micro, Batch]] = deque()
-        number = 0
         assert self.stream is not None, "only on a GPU"
-        for micro, batch in host:
+        for number, (micro, batch) in enumerate(host):
             index = number % STAGES
             staged = self.layout.batch(self.stages[index], micro.bucket)
             self.stream.wait_event(drained[index])
@@ -140,7 +146,6 @@ class Reader:
                         target.copy_(source, non_blocking=True)
                 landed[index].record(self.stream)
             ahead.append((index, micro, staged))
-            number += 1
             if len(ahead) == STAGES:
                 yield from self._hand_over(ahead, landed, drained)
             landed[index].synchronize()  # the threads may fill the slot again

@@ -1,14 +1,16 @@
 """How a step runs: eagerly (any device), or as captured CUDA graphs. Both do the same arithmetic on the same tensors.
 
-A runner owns the static tensors of a run: the step number, the sums, the learning rate. `micro` adds a batch's gradients
-and sums; `update` applies them and returns tensors whose values may be read later.
+A runner owns the static tensors of a run: the step number, the sums, the learning rate. `micro` adds a batch's
+gradients and sums; `update` applies them and returns tensors whose values may be read later.
 """
 
 from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from dflash.flex import TILE, anchors_per_tile, attend_flex, block_mask, round_up
 from dflash.train.graph import Graphs
 from dflash.train.optimiser import Optimiser
 from dflash.train.order import BucketRows, Micro
@@ -81,7 +83,7 @@ class Captured:
         for buffer in self.static.values():
             buffer.zero_()
         for bucket in sorted(buckets, key=lambda b: -b.rows_per_micro * b.ceiling):
-            self.graphs.prepare(bucket.name, lambda bucket=bucket: self._micro(bucket), self.capture)
+            self.graphs.prepare(bucket.name, partial(self._micro, bucket), self.capture)
             self._reset()
         self.graphs.prepare("update", self._update, self.capture)
         self._reset()
@@ -111,8 +113,6 @@ class Captured:
 
     def _micro(self, bucket: BucketRows) -> None:
         parts, batch = self.parts, self.inputs[bucket.name]
-        from dflash.flex import TILE, anchors_per_tile, round_up
-
         padded = round_up(bucket.anchors, anchors_per_tile(self.block))
         context = round_up(bucket.rows_per_micro * bucket.ceiling, TILE)
         blocks = self.lay(batch, bucket.anchors, padded)
@@ -125,8 +125,6 @@ class Captured:
         return lay_blocks(batch, self.parts.objective, self.block, anchors, padded, self.parts.seed, self.step)
 
     def _forward(self, batch: Batch, blocks: Blocks, context: int) -> Tensor:
-        from dflash.flex import attend_flex, block_mask
-
         ceiling = batch.input_ids.shape[1]
         high_A = torch.where(blocks.live_A, blocks.flat_A, 0)  # a dummy sees no context
         low_A = high_A // ceiling * ceiling
