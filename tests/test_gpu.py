@@ -71,7 +71,16 @@ def eager(parts: Parts, bucket: BucketRows, batch: Batch, step: int) -> tuple[to
     """Sums and flat gradient by attention row by row."""
     sums = Sums(BLOCK - 1, parts.device)
     parts.optimiser.flat.grad.zero_()
-    micro_step(parts.model, batch, parts.objective, bucket.anchors, parts.seed, torch.tensor(step).cuda(), sums)
+    micro_step(
+        parts.model,
+        batch,
+        parts.objective,
+        bucket.anchors,
+        parts.seed,
+        torch.tensor(step).cuda(),
+        sums,
+        parts.optimiser.flat,
+    )
     return sums.vector.clone(), parts.optimiser.flat.grad.clone()
 
 

@@ -29,9 +29,11 @@ def test_updates_equal_torch_adamw_with_division_and_clipping(clip: float, decay
     generator = torch.Generator().manual_seed(0)
     for _ in range(5):
         denominator = torch.tensor(37.5)
-        for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        named = flat.views(flat.grad)
+        for name, theirs in plain.named_parameters():
+            mine = named[name]
             summed = torch.randn(mine.shape, generator=generator) * 20
-            mine.grad += summed
+            mine += summed
             theirs.grad = summed / denominator
         expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), clip)
         optimiser.lr.fill_(0.01)
@@ -68,19 +70,24 @@ def test_no_weight_or_a_value_that_is_not_finite_skips_the_update(gradient: floa
 def test_gradients_accumulate_in_place_in_fp32_with_bf16_weights() -> None:
     drafter = made()
     flat = flatten(drafter, torch.bfloat16, torch.device("cpu"))
-    addresses = [p.grad.data_ptr() for p in drafter.parameters()]
-    x = torch.randn(4, 32).bfloat16()
+    addresses = [view.data_ptr() for view in flat.grads]
+    x = torch.randn(4, 64).bfloat16()
+
+    def loss() -> torch.Tensor:
+        used = drafter.fc(x).float().sum()
+        return used + sum(0.0 * parameter.float().sum() for parameter in drafter.parameters())
+
     for _ in range(2):
-        drafter.layers[0].mlp(x).float().sum().backward()
-    assert [p.grad.data_ptr() for p in drafter.parameters()] == addresses
-    weight = drafter.layers[0].mlp.gate_proj.weight
-    assert weight.dtype == torch.bfloat16
-    assert weight.grad.dtype == torch.float32
-    once = weight.grad.clone() / 2
+        flat.accumulate(loss())
+    assert [view.data_ptr() for view in flat.grads] == addresses
+    assert drafter.fc.weight.dtype == torch.bfloat16
+    view = flat.views(flat.grad)["fc.weight"]
+    assert view.dtype == torch.float32
+    once = view.clone() / 2
     flat.grad.zero_()
-    drafter.layers[0].mlp(x).float().sum().backward()
-    assert torch.equal(weight.grad, once)
-    assert flat.grad.any()
+    flat.accumulate(loss())
+    assert torch.equal(view, once)
+    assert once.any()
 
 
 def test_the_learning_rate_rises_then_falls_to_zero() -> None:

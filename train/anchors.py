@@ -32,7 +32,7 @@ def scores(seed: int, step: Tensor, documents_R: Tensor, ceiling: int) -> Tensor
     key = mix(mix(torch.full_like(step, seed) + GOLDEN) + step)
     rows = mix(documents_R + key)
     positions = torch.arange(ceiling, device=documents_R.device)
-    return _shift(mix(rows[:, None] + positions * GOLDEN), 1)
+    return _shift(mix(rows[:, None] + positions), 1)
 
 
 def choose(supervised_RC: Tensor, score_RC: Tensor, anchors: int) -> tuple[Tensor, Tensor]:

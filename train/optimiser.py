@@ -8,7 +8,7 @@ values are folded into AdamW's own `grad_scale` and `found_inf`, so nothing is r
 With fp32 arithmetic masters and compute weights are the same memory.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,17 @@ class Flat:
     weights: Tensor  # compute dtype
     spans: dict[str, tuple[int, int, torch.Size]]
     matrices: int  # numbers that belong to matrices
+    parameters: list[nn.Parameter] = field(default_factory=list)  # the module's, views of `weights`
+    grads: list[Tensor] = field(default_factory=list)  # in the same order, views of `grad`
+
+    def accumulate(self, loss: Tensor) -> None:
+        """Add the gradient of `loss` in place, in fp32 whatever the weights' dtype.
+
+        Not by `backward()`: torch.compile refuses parameters whose `.grad` has another dtype (torch 2.11), and gradients
+        that autograd accumulates itself belong to the stream on which it first did.
+        """
+        for view, gradient in zip(self.grads, torch.autograd.grad(loss, self.parameters), strict=True):
+            view.add_(gradient)
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         return {name: flat[start:end].view(shape) for name, (start, end, shape) in self.spans.items()}
@@ -53,9 +64,8 @@ def flatten(drafter: Drafter, dtype: torch.dtype, device: torch.device) -> Flat:
     for name, _ in named:
         parent, _, leaf = name.rpartition(".")
         parameter = nn.Parameter(values[name])
-        if dtype != torch.float32:
-            parameter.grad_dtype = torch.float32
-        parameter.grad = grads[name]
+        flat.parameters.append(parameter)
+        flat.grads.append(grads[name])
         setattr(drafter.get_submodule(parent), leaf, parameter)
     flat.refresh()
     return flat

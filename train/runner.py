@@ -41,7 +41,14 @@ class Eager:
         number = torch.tensor(step, dtype=torch.int64, device=parts.device)
         longest = max(2, int(batch.lengths.max()))
         micro_step(
-            parts.model, batch.cropped(longest), parts.objective, micro.bucket.anchors, parts.seed, number, self.sums
+            parts.model,
+            batch.cropped(longest),
+            parts.objective,
+            micro.bucket.anchors,
+            parts.seed,
+            number,
+            self.sums,
+            parts.optimiser.flat,
         )
 
     def update(self, lr: float) -> Tensor:
@@ -118,7 +125,7 @@ class Captured:
         blocks = self.lay(batch, bucket.anchors, padded)
         hidden_AJH = self.forward(batch, blocks, context)
         sums = loss_of(parts.model, batch, blocks, parts.objective, hidden_AJH)
-        sums.numerator.backward()
+        parts.optimiser.flat.accumulate(sums.numerator)
         self.sums.add(sums, blocks.live_A.sum())
 
     def _lay(self, batch: Batch, anchors: int, padded: int) -> Blocks:

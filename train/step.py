@@ -19,6 +19,7 @@ from dflash.drafter import Attend, Drafter, RopeTable, embed_blocks
 from dflash.loss import Head, LossSums, Teacher, block_loss, slots_that_count
 from dflash.store import Store
 from dflash.train.anchors import choose, scores
+from dflash.train.optimiser import Flat
 
 
 @dataclass(frozen=True)
@@ -220,11 +221,11 @@ class Sums:
 
 
 def micro_step(
-    model: Model, batch: Batch, objective: Objective, anchors: int, seed: int, step: Tensor, sums: Sums
+    model: Model, batch: Batch, objective: Objective, anchors: int, seed: int, step: Tensor, sums: Sums, flat: Flat
 ) -> None:
     """Forward and backward of one micro-batch; gradients and sums accumulate, unnormalised."""
     result = micro_loss(model, batch, objective, anchors, seed, step)
     if result is not None:
         loss_sums, live = result
-        loss_sums.numerator.backward()
+        flat.accumulate(loss_sums.numerator)
         sums.add(loss_sums, live)
