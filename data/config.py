@@ -58,7 +58,9 @@ class RegenerateConfig:
     temperature: float = setting(0.0, "0 answers greedily, more samples.")
     samples: int = setting(1, "Answers for each prompt; more than one needs a temperature.")
     seed: int = setting(0, "Seeds the sampling.")
-    batch_size: int = setting(16, "Prompts answered at once, or requests at once to a server.")
+    batch_size: int | None = setting(
+        None, "Prompts answered at once (256 on a GPU, 16 on a CPU), or requests at once to a server (16)."
+    )
     limit: int | None = setting(None, "Answer the first N prompts only.")
     chat_template: str | None = setting(None, "A Jinja file to use instead of the tokenizer's own chat template.")
     template_args: dict[str, Any] = setting({}, "Arguments for the chat template as JSON.")

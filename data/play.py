@@ -60,7 +60,10 @@ def local_units(items: list[Item], local: Local, config: RegenerateConfig) -> li
         if length + config.max_new_tokens <= local.context:
             fitting.append((-length, item.key, item))
     ordered = [item for _, _, item in sorted(fitting, key=lambda entry: entry[:2])]
-    return [ordered[start : start + config.batch_size] for start in range(0, len(ordered), config.batch_size)]
+    import torch  # not needed where a server answers
+
+    size = config.batch_size or (256 if torch.cuda.is_available() else 16)
+    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
 
 
 def play_local(units: list[Unit], local: Local, config: RegenerateConfig) -> Iterator[Unit]:
@@ -137,10 +140,11 @@ def play_server(units: list[Unit], config: RegenerateConfig, stop: Stop) -> Iter
     ask: Callable[[Item], None] = partial(_ask_server, config=config, stop=stop)
     waiting = iter(units)
     running: dict[Future[None], Unit] = {}
-    with ThreadPoolExecutor(config.batch_size) as pool:
+    at_once = config.batch_size or 16
+    with ThreadPoolExecutor(at_once) as pool:
         try:
             while True:
-                while len(running) < 2 * config.batch_size and (unit := next(waiting, None)) is not None:
+                while len(running) < 2 * at_once and (unit := next(waiting, None)) is not None:
                     running[pool.submit(ask, unit[0])] = unit
                 if not running:
                     return

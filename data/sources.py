@@ -79,7 +79,7 @@ def open_source(name: str) -> Source:
     if path.exists():
         return JsonlFile(path)
     if path.suffix in (".jsonl", ".json", ".txt", ".gz") or name.startswith(("/", ".")):
-        raise DflashError(f"{name} does not exist; check --data.")
+        raise DflashError(f"{name} does not exist; give a file that does.")
     try:
         import datasets  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:

@@ -1,8 +1,8 @@
 """Reading and writing a drafter in the public z-lab layout: config.json and model.safetensors.
 
 The layout is what z-lab's class, vLLM and SGLang load: bfloat16 tensors without a prefix, model_type qwen3, the block
-size in both places where servers look, rope parameters in the old and the new spelling (docs/checkpoints.md lists
-every key). A tap is the 0-based index of a decoder layer whose OUTPUT is tapped; the field is `target_layer_ids`.
+size in both places where servers look, rope parameters in the old and the new spelling (tests/test_checkpoint.py has
+the whole table). A tap is the 0-based index of a decoder layer whose OUTPUT is tapped; the field is `target_layer_ids`.
 """
 
 import json

@@ -46,7 +46,7 @@ def _bar(label: str, total: int | None, unit: str) -> Iterator[Callable[[int], N
             nonlocal done
             done += n
             rate = done / max(time.monotonic() - start, 1e-9)
-            bar.update(task, advance=n, rate=f"{rate:,.0f}/s")
+            bar.update(task, advance=n, rate=_speed(rate))
 
         yield advance
 
@@ -70,10 +70,17 @@ def _lines(label: str, total: int | None, unit: str) -> Iterator[Callable[[int],
 
 def _line(label: str, done: int, total: int | None, unit: str, seconds: float) -> str:
     rate = done / max(seconds, 1e-9)
-    text = f"{label}: {done:,}" + (f" of {total:,}" if total is not None else "") + f" {unit}, {rate:,.1f}/s"
+    text = f"{label}: {done:,}" + (f" of {total:,}" if total is not None else "") + f" {unit}, {_speed(rate)}"
     if total is not None and 0 < done < total:
         text += f", {clock((total - done) / rate)} left"
     return text
+
+
+def _speed(rate: float) -> str:
+    """A rate as people read it; what takes seconds each is said in seconds."""
+    if 0 < rate < 1:
+        return f"{1 / rate:,.1f} s each"
+    return f"{rate:,.0f}/s" if rate >= 10 else f"{rate:.1f}/s"
 
 
 def clock(seconds: float) -> str:

@@ -59,12 +59,14 @@ def make_target(out: Path) -> dict[str, Any]:
 
 def _convert(gguf: Path, out: Path) -> int:
     """Dequantise the GGUF file to fp32 and save model and tokenizer; returns the number of parameters."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # its bars would fill a log file
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    if not sys.stderr.isatty():  # its bars would fill a log file
+    if not sys.stderr.isatty():
         logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # transformers drops the digit split of the "smollm" pre-tokenizer; the published tokenizer.json has it.

@@ -3,11 +3,10 @@
 import re
 from dataclasses import dataclass
 
-from dflash.config import REQUIRED, setting
+from dflash.config import REQUIRED, parse_size, setting
 from dflash.errors import DflashError
 
 STORAGES = ("bf16", "lz4", "int8")
-SIZE_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +71,6 @@ class ExtractConfig:
 def top_k(labels: str) -> int:
     """k of `topk:k`, else 0."""
     return int(labels.removeprefix("topk:")) if labels.startswith("topk:") else 0
-
-
-def parse_size(text: str) -> int:
-    """Bytes of `2TB`, `500 GB`, `1.5TiB` or a plain number."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGTP]?)(I?)B?\s*", text.upper())
-    if not match:
-        raise DflashError(f"--budget {text!r} is no size: write it like 2TB or 500GB.")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** SIZE_UNITS[match[2]])
 
 
 def parse_share(text: str) -> float:

@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from dflash.config import parse_size
 from dflash.errors import DflashError
-from dflash.extract.config import parse_size
 from dflash.extract.identity import rows_per_forward
 from dflash.progress import say
 from dflash.store import Bucket, Plan, StoreMeta, default_rows_per_shard, storage_bytes

@@ -46,7 +46,8 @@ def work(tmp_path_factory: pytest.TempPathFactory, tiny_chat: Path) -> Path:
 def test_it_learns_what_the_target_would_say(work: Path, tiny_chat: Path) -> None:
     trained = dflash(
         "train", "--store", work / "store", "--run", work / "run", "--steps", "400", "--num-layers", "2",
-        "--block-size", "8", "--lr", "2e-3", "--anchors", "320", "--anchor-density", "1", "--eval-every", "200",
+        "--block-size", "8", "--lr", "2e-3", "--gamma", "2", "--clip", "0.3", "--token-budget", "4096",
+        "--anchors", "448", "--anchor-density", "1", "--eval-every", "200",
     )  # fmt: skip
     assert trained["steps"] == 400
     exported = dflash("export", work / "run", "--out", work / "drafter", "--dtype", "float32")

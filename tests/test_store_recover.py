@@ -173,13 +173,13 @@ def start(root: Path, worker: int) -> subprocess.Popen[str]:
 def test_killed_at_random_instants_two_writers_still_make_the_same_store(tmp_path: Path) -> None:
     """A short form of the soak: SIGKILL in mid-write, again and again, until the store is whole."""
     rng = np.random.default_rng(5)
-    store = make_store(tmp_path / "s", documents=48, fill=False)
-    unbroken = make_store(tmp_path / "u", documents=48)
+    store = make_store(tmp_path / "s", documents=160, fill=False)
+    unbroken = make_store(tmp_path / "u", documents=160)
     kills = 0
     for _ in range(5):
         writers = [start(store.root, worker) for worker in range(2)]
         wait_for_locks(writers, store.root)
-        time.sleep(rng.uniform(0.0, 0.25))
+        time.sleep(rng.uniform(0.0, 0.1))
         for writer in writers:
             if writer.poll() is None:
                 writer.send_signal(signal.SIGKILL)

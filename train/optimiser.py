@@ -31,8 +31,8 @@ class Flat:
     def accumulate(self, loss: Tensor) -> None:
         """Add the gradient of `loss` in place, in fp32 whatever the weights' dtype.
 
-        Not by `backward()`: torch.compile refuses parameters whose `.grad` has another dtype (torch 2.11), and gradients
-        that autograd accumulates itself belong to the stream on which it first did.
+        Not by `backward()`: torch.compile refuses parameters whose `.grad` has another dtype (torch 2.11), and
+        gradients that autograd accumulates itself belong to the stream on which it first did.
         """
         for view, gradient in zip(self.grads, torch.autograd.grad(loss, self.parameters), strict=True):
             view.add_(gradient)

@@ -15,7 +15,7 @@ def extract(result: Result, config: Any, data: Any) -> str:
     made = result.get("made") != 0  # nothing was left to do: no speed to speak of
     buckets = [(each["ceiling"], number(each["rows"]), number(each["tokens"])) for each in result.get("buckets", ())]
     return screen(
-        "Forecast; nothing was written" if forecast else f"Store complete: {config.store}",
+        _extract_title(result, config),
         [
             ("documents", number(documents)),
             ("tokens", number(tokens) + share if tokens is not None else ""),
@@ -33,6 +33,14 @@ def extract(result: Result, config: Any, data: Any) -> str:
     )
 
 
+def _extract_title(result: Result, config: Any) -> str:
+    if config.dry_run:
+        return "Forecast; nothing was written"
+    if result.get("missing"):
+        return f"{result['missing']:,} shards of other workers are still missing: {config.store}"
+    return f"Store complete: {config.store}"
+
+
 def train(result: Result, config: Any) -> str:
     loss, wait = result.get("loss"), result.get("data_wait")
     return screen(
@@ -42,6 +50,7 @@ def train(result: Result, config: Any) -> str:
             ("loss", f"{loss:.4f}" if loss is not None else ""),
             ("acceptance length", length(result.get("acceptance_length"))),
             ("", "simulated on held-out rows" if length(result.get("acceptance_length")) else ""),
+            ("best", _best(result)),
             ("checkpoint", result.get("checkpoint")),
             ("time", seconds(result)),
             ("speed", rate(result.get("tokens_per_second"))),
@@ -50,6 +59,11 @@ def train(result: Result, config: Any) -> str:
         [per_slot(result.get("per_slot"))],
         f"dflash export {config.run} --out drafter",
     )
+
+
+def _best(result: Result) -> str:
+    best = result.get("best")
+    return f"{length(best['acceptance_length'])}, at step {best['step']:,}" if best else ""
 
 
 def export(result: Result, config: Any) -> str:
