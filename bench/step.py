@@ -110,6 +110,7 @@ def measure(name: str, rate: float, capture: bool, repeats: int) -> dict[str, ob
     ready = time.perf_counter() - start
     micro = Micro(bucket, tuple(range(bucket.rows)))
     runner.micro(micro, batch, 1)
+    loss = float(runner.sums.vector[0] / runner.sums.vector[1])
     time_ms = milliseconds(lambda: runner.graphs.run(bucket.name), repeats)
     update_ms = milliseconds(lambda: runner.graphs.run("update"), 5)
     parts_tf = flops(shape, visible=shape[9] / 2)
@@ -119,7 +120,7 @@ def measure(name: str, rate: float, capture: bool, repeats: int) -> dict[str, ob
         "floor/time": round(floor_ms / time_ms, 3), "update_ms": round(update_ms, 2), "ready_s": round(ready, 1),
         "peak_GB": round(torch.cuda.max_memory_allocated() / 1e9, 2),
         "reserved_GB": round(torch.cuda.max_memory_reserved() / 1e9, 2),
-        "loss": round(float(runner.sums.vector[0] / runner.sums.vector[1].clamp(min=1e-9)), 4),
+        "loss": round(loss, 4),
     }  # fmt: skip
     if capture is False:
         result["kernels"] = profile(lambda: runner.graphs.run(bucket.name))

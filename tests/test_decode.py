@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from dflash.caches import TappedTarget, TargetCache
 from dflash.checkpoint import load_drafter
 from dflash.decode import (
     Response,
     Sampling,
-    TappedTarget,
-    TargetCache,
     decode_plain,
     decode_speculative,
     first_difference,
@@ -167,7 +166,7 @@ def test_the_cache_is_compacted_when_holes_outweigh_it(pair: tuple, monkeypatch:
     expected = decode_speculative(target, drafter, prompts, [64] * len(prompts))
     calls = []
     compact = TargetCache._compact
-    monkeypatch.setattr("dflash.decode.HOLES_ALLOWED", 0)
+    monkeypatch.setattr("dflash.caches.HOLES_ALLOWED", 0)
     monkeypatch.setattr(TargetCache, "_compact", lambda self: (calls.append(self.valid.shape), compact(self)))
     assert decode_speculative(target, drafter, prompts, [64] * len(prompts)) == expected
     assert calls

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dflash.config import as_dict, to_toml
 from dflash.drafter import DrafterConfig
@@ -27,7 +26,7 @@ from dflash.train.config import TrainConfig
 from dflash.train.optimiser import Flat, Optimiser, learning_rate
 from dflash.train.order import Micro
 from dflash.train.reader import Layout, Reader
-from dflash.train.runner import Captured, Eager, Parts, Runner
+from dflash.train.runner import Captured, Eager, Parts, Pending, Runner
 from dflash.train.setup import Plan, Ranks, batch_plan, build, join_ranks, open_store, token_ids
 from dflash.train.step import Batch, Model, Objective
 from dflash.train.validate import held_out_rows, validate
@@ -46,24 +45,6 @@ def train(config: TrainConfig) -> dict[str, Any]:
     trainer = Trainer(config, store, plan, model, objective, flat, optimiser, shape, ranks, device)
     with catch_stop() as stop:
         return trainer.run(stop)
-
-
-class Pending:
-    """A step's outcome on its way to the host: copied without waiting, read some steps later."""
-
-    def __init__(self, outcome: Tensor, device: torch.device) -> None:
-        self.done = None
-        self.host = outcome
-        if device.type == "cuda":
-            self.host = torch.empty_like(outcome, device="cpu", pin_memory=True)
-            self.host.copy_(outcome, non_blocking=True)
-            self.done = torch.cuda.Event()
-            self.done.record()
-
-    def values(self) -> list[float]:
-        if self.done is not None:
-            self.done.synchronize()
-        return self.host.tolist()
 
 
 class Trainer:

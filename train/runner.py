@@ -29,6 +29,24 @@ class Parts:
     device: torch.device
 
 
+class Pending:
+    """A step's outcome on its way to the host: copied without waiting, read some steps later."""
+
+    def __init__(self, outcome: Tensor, device: torch.device) -> None:
+        self.done = None
+        self.host = outcome
+        if device.type == "cuda":
+            self.host = torch.empty_like(outcome, device="cpu", pin_memory=True)
+            self.host.copy_(outcome, non_blocking=True)
+            self.done = torch.cuda.Event()
+            self.done.record()
+
+    def values(self) -> list[float]:
+        if self.done is not None:
+            self.done.synchronize()
+        return self.host.tolist()
+
+
 class Eager:
     """Attention row by row, shapes as they come: batches are cropped to their longest row."""
 

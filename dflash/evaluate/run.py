@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from dflash.caches import TappedTarget
 from dflash.checkpoint import load_drafter, read_drafter
-from dflash.decode import Response, Sampling, TappedTarget, decode_plain, decode_speculative, first_difference
+from dflash.decode import Response, Sampling, decode_plain, decode_speculative, first_difference
 from dflash.drafter import Drafter, DrafterConfig
 from dflash.errors import DflashError
 from dflash.evaluate.config import EvalConfig
