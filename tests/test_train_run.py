@@ -199,3 +199,47 @@ def test_the_untrained_drafter_is_a_checkpoint_too(store: Path, tmp_path: Path) 
     assert result["loss"] is None
     assert result["checkpoint"].endswith("step-000000")
     assert os.path.isdir(result["checkpoint"])
+
+
+def torchrun(processes: int, store: Path, run: Path, **flags: object) -> subprocess.CompletedProcess[str]:
+    settings = config(store, run, **flags)
+    words = [
+        f"--{name.replace('_', '-')}={getattr(settings, name)}"
+        for name in (
+            "store",
+            "run",
+            "num_layers",
+            "block_size",
+            "steps",
+            "mask_token",
+            "token_budget",
+            "batch_tokens",
+            "eval_every",
+        )
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={processes}",
+        "-m",
+        "--",
+        "dflash",
+    ]
+    return subprocess.run(
+        [*command, "train", *words, "--json"], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_two_ranks_follow_the_trajectory_of_one(store: Path, tmp_path: Path) -> None:
+    """The same global batch: order, anchors and losses do not depend on the ranks, but for fp32 sums."""
+    train(config(store, tmp_path / "one"))
+    result = torchrun(2, store, tmp_path / "two")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["steps"] == 12
+    for one, two in zip(lines(tmp_path / "one"), lines(tmp_path / "two"), strict=True):
+        if "loss" in one:
+            assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+            assert two["anchors"] == one["anchors"]
+            assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)

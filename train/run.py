@@ -44,7 +44,9 @@ def train(config: TrainConfig) -> dict[str, Any]:
     model, objective, flat, optimiser, shape = build(config, store, device)
     trainer = Trainer(config, store, plan, model, objective, flat, optimiser, shape, ranks, device)
     with catch_stop() as stop:
-        return trainer.run(stop)
+        result = trainer.run(stop)
+    ranks.leave()
+    return result
 
 
 class Trainer:
@@ -211,6 +213,8 @@ class Trainer:
         return {"store": store, "settings": settings, "derived": derived}
 
     def _resume_or_begin(self) -> None:
+        if not self.ranks.first:
+            self.ranks.barrier()  # the first rank has written what a new run begins with
         found = run_folder.checkpoints(self.folder)
         if found:
             self._load(found[-1])
@@ -228,6 +232,8 @@ class Trainer:
         else:
             self._validate()
             self._save()
+        if self.ranks.first:
+            self.ranks.barrier()
 
     def _load(self, checkpoint: run_folder.Checkpoint) -> None:
         difference = first_difference(checkpoint.state["identity"], self._identity())

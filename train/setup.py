@@ -43,9 +43,24 @@ class Ranks:
         return self.rank == 0
 
     def all_reduce(self, *tensors: torch.Tensor) -> None:
+        """Sum over the ranks, in place."""
         if self.world > 1:
-            for tensor in tensors:
-                dist.all_reduce(tensor)
+            try:
+                for tensor in tensors:
+                    dist.all_reduce(tensor)
+            except RuntimeError as error:  # what gloo and NCCL raise when a peer is gone
+                first = str(error).splitlines()[0]
+                raise DflashError(
+                    f"Rank {self.rank} lost another rank ({first}); the same command resumes from the last checkpoint."
+                ) from None
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.all_reduce(torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu"))
+
+    def leave(self) -> None:
+        if self.world > 1 and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def join_ranks() -> tuple[Ranks, torch.device]:

@@ -1,0 +1,116 @@
+"""What goes wrong for people, for real: a full disk, a cut file, a read-only folder. Each ends in one sentence."""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from dflash.cli import cli
+from dflash.store import Store
+
+
+def dflash(*words: str | Path) -> Result:
+    return CliRunner().invoke(cli, [*map(str, words)])
+
+
+def one_sentence(result: Result) -> str:
+    """The error's only line; no traceback."""
+    assert "Traceback" not in result.stderr
+    line = result.stderr.strip().splitlines()[-1]
+    assert line.startswith("Error: ")
+    return line
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """120 documents of ready tokens, 40 to 60 long."""
+    rng = np.random.default_rng(0)
+    path = tmp_path / "data.jsonl"
+    with path.open("w") as file:
+        for _ in range(120):
+            length = int(rng.integers(40, 61))
+            ids = rng.integers(3, 250, length).tolist()
+            file.write(json.dumps({"input_ids": ids, "loss_mask": [0] * 10 + [1] * (length - 10)}) + "\n")
+    return path
+
+
+def extract(target: Path, data: Path, store: Path) -> Result:
+    return dflash(
+        "extract", "--target", target, "--data", data, "--store", store, "--num-taps", "3", "--buckets", "64",
+        "--device", "cpu", "--json",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 2 MiB: room for the store's beginning, not for its shards. Needs root."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_store_that_does_not_fit_is_refused_before_anything_is_written(
+    tiny_target: Path, data: Path, small_disk: Path
+) -> None:
+    result = extract(tiny_target, data, small_disk / "store")
+    assert result.exit_code != 0
+    assert "free" in one_sentence(result)
+    assert not (small_disk / "store" / "store.json").exists()
+
+
+def test_a_disk_that_fills_half_way_leaves_a_store_that_the_same_command_completes(
+    tiny_target: Path, data: Path, small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash.extract.forecast.free_bytes", lambda path: 1 << 40)  # somebody else fills it meanwhile
+    monkeypatch.setattr("dflash.store.shard.SPARE_BYTES", 0, raising=False)
+    result = extract(tiny_target, data, small_disk / "store")
+    assert result.exit_code == 28, result.stderr
+    one_sentence(result)
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+    again = extract(tiny_target, data, small_disk / "store")
+    assert again.exit_code == 0, again.stderr
+    assert Store.open(small_disk / "store").missing() == []
+    assert os.listdir(small_disk / "store" / "tmp") == []
+    whole = extract(tiny_target, data, tmp_path / "whole")
+    assert whole.exit_code == 0
+    for file in sorted((tmp_path / "whole" / "shards").rglob("c.*")):
+        assert (small_disk / "store" / file.relative_to(tmp_path / "whole")).read_bytes() == file.read_bytes()
+
+
+def test_a_cut_shard_stops_training_is_found_and_is_made_again(tiny_target: Path, data: Path, tmp_path: Path) -> None:
+    store, run = tmp_path / "store", tmp_path / "run"
+    assert extract(tiny_target, data, store).exit_code == 0
+    victim = next((store / "shards" / "b0064").rglob("hidden/c.*"))
+    whole = victim.read_bytes()
+    os.truncate(victim, len(whole) - 1024)
+    training = ("train", "--store", store, "--run", run, "--steps", "2", "--num-layers", "1", "--block-size", "4")
+    refused = dflash(*training)
+    assert refused.exit_code == 1
+    assert "b0064/s000000" in one_sentence(refused)
+    found = dflash("verify", store, "--json")
+    assert found.exit_code == 1
+    problems = json.loads(found.stdout)["problems"]
+    assert {problem["shard"] for problem in problems} == {"b0064/s000000"}
+    assert any(problem["array"] == "hidden" for problem in problems)
+    dflash("verify", store, "--repair", "--json")
+    assert extract(tiny_target, data, store).exit_code == 0
+    assert next((store / "shards" / "b0064").rglob("hidden/c.*")).read_bytes() == whole
+    assert dflash("verify", store, "--json").exit_code == 0
+    assert dflash(*training).exit_code == 0
+
+
+def test_an_output_that_cannot_be_written_is_one_sentence(tiny_target: Path, data: Path, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    result = extract(tiny_target, data, blocked / "store")
+    assert result.exit_code == 1
+    one_sentence(result)
