@@ -8,12 +8,14 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from helpers_store import make_store
+from helpers_store import fill_shard, make_store
 from safetensors.torch import load_file
 
 from dflash.errors import DflashError
+from dflash.store import Store
 from dflash.train.config import TrainConfig
 from dflash.train.folder import checkpoints
 from dflash.train.run import train
@@ -152,6 +154,27 @@ def test_an_incomplete_store_is_refused_with_the_count(tmp_path: Path) -> None:
     with pytest.raises(DflashError, match=r"lacks \d+ of its \d+ shards"):
         train(config(tmp_path / "store", tmp_path / "run"))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_partial_run_keeps_to_the_rows_it_began_with(tmp_path: Path) -> None:
+    """Half of the shards; later the store is completed, and the resumed run still equals one that was never stopped."""
+    store = make_store(tmp_path / "store", fill=False)
+    half = store.missing()[::2]
+    for bucket, number in half:
+        fill_shard(store, bucket, number)
+    rows = {(bucket, row) for bucket, number in half for row in store.bucket(bucket).rows_of(number)}
+    whole = train(config(store.root, tmp_path / "whole", partial=True, steps=8))
+    assert whole["steps"] == 8
+    train(config(store.root, tmp_path / "broken", partial=True, steps=8))
+    newest = tmp_path / "broken" / "checkpoints" / "step-000008"
+    newest.rename(newest.with_name(".step-000008.partial"))
+    with np.load(tmp_path / "broken" / "rows.npz", allow_pickle=False) as frozen:
+        assert {(name, int(row)) for name in frozen.files for row in frozen[name]} <= rows
+    for bucket, number in Store.open(store.root).missing():
+        fill_shard(store, bucket, number)
+    train(config(store.root, tmp_path / "broken", partial=True, steps=8))
+    assert same_checkpoint(tmp_path / "whole", tmp_path / "broken", 8)
+    assert lines(tmp_path / "whole") == lines(tmp_path / "broken")
 
 
 @pytest.mark.parametrize(

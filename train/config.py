@@ -64,6 +64,9 @@ class TrainConfig:
     eval_every: int | None = setting(None, "Steps between validations on held-out rows; a tenth of the run.")
     save_every: int | None = setting(None, "Steps between checkpoints; those of --eval-every.")
     keep: int = setting(2, "Newest checkpoints to keep, beside the best.")
+    partial: bool = setting(
+        False, "Train on the rows that an unfinished store has; the run keeps to them when it is resumed."
+    )
     init_from: str | None = setting(None, "A drafter's folder to start from; its shape must be the same.")
 
     def __post_init__(self) -> None:

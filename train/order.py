@@ -44,6 +44,7 @@ class BucketRows:
     rows: int
     rows_per_micro: int
     anchors: int
+    available: np.ndarray | None = None  # int64 row numbers to train on; None: all of the bucket's
 
     @property
     def micros(self) -> int:
@@ -81,7 +82,8 @@ class Order:
         place = int(np.searchsorted(self._starts, which, side="right")) - 1
         bucket = self.buckets[place]
         first = (which - int(self._starts[place])) * bucket.rows_per_micro
-        return Micro(bucket, tuple(rows[place][first : first + bucket.rows_per_micro].tolist()))
+        chosen = rows[place][first : first + bucket.rows_per_micro]
+        return Micro(bucket, tuple((chosen if bucket.available is None else bucket.available[chosen]).tolist()))
 
 
 def anchors_of(supervised: int, micros: int, density: float, most: int) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from dflash.config import as_dict, to_toml
@@ -27,7 +28,17 @@ from dflash.train.optimiser import Flat, Optimiser, learning_rate
 from dflash.train.order import Micro
 from dflash.train.reader import Layout, Reader
 from dflash.train.runner import Captured, Eager, Parts, Pending, Runner
-from dflash.train.setup import Plan, Ranks, batch_plan, build, join_ranks, open_store, token_ids
+from dflash.train.setup import (
+    Plan,
+    Ranks,
+    batch_plan,
+    build,
+    freeze_rows,
+    join_ranks,
+    open_store,
+    rows_to_train_on,
+    token_ids,
+)
 from dflash.train.step import Batch, Model, Objective
 from dflash.train.validate import held_out_rows, validate
 
@@ -40,9 +51,10 @@ def train(config: TrainConfig) -> dict[str, Any]:
     """Train, or resume, the run that `config` describes; returns the summary of design section 8."""
     ranks, device = join_ranks()
     store = open_store(config)
-    plan = batch_plan(config, store, device, ranks.world)
+    rows = rows_to_train_on(config, store)
+    plan = batch_plan(config, store, device, ranks.world, rows)
     model, objective, flat, optimiser, shape = build(config, store, device)
-    trainer = Trainer(config, store, plan, model, objective, flat, optimiser, shape, ranks, device)
+    trainer = Trainer(config, store, plan, model, objective, flat, optimiser, shape, ranks, device, rows)
     with catch_stop() as stop:
         result = trainer.run(stop)
     ranks.leave()
@@ -55,18 +67,19 @@ class Trainer:
     def __init__(
         self, config: TrainConfig, store: Store, plan: Plan, model: Model, objective: Objective, flat: Flat,
         optimiser: Optimiser, shape: DrafterConfig, ranks: Ranks, device: torch.device,
+        rows: dict[str, np.ndarray] | None,
     ) -> None:  # fmt: skip
         self.config, self.store, self.plan = config, store, plan
         self.model, self.objective, self.shape = model, objective, shape
         self.flat, self.optimiser = flat, optimiser
-        self.ranks, self.device = ranks, device
+        self.ranks, self.device, self.rows = ranks, device, rows
         self.folder = Path(config.run)
         self.metrics: run_folder.Metrics | None = None  # of the first rank only
         self.step = 0
         self.best: dict[str, Any] | None = None
         self.last_validation: dict[str, Any] | None = None
         self.last_line: dict[str, Any] | None = None
-        self.held_out = held_out_rows(store)
+        self.held_out = held_out_rows(store, rows)
         self.every = config.eval_every or max(1, plan.steps // 10)
         self.tokens_of = {bucket.name: store.plan.rows[bucket.name].length.tolist() for bucket in plan.order.buckets}
         self.pending: deque[tuple[Pending, dict[str, Any], dict[str, float]]] = deque()
@@ -221,6 +234,7 @@ class Trainer:
         elif self.ranks.first:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomically(self.folder / "config.toml", to_toml("train", self.config))
+            freeze_rows(self.config, self.rows)
             environment = run_folder.environment(self.device)
             write_atomically(self.folder / "environment.json", json.dumps(environment, indent=1) + "\n")
         if self.ranks.first:

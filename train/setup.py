@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from dflash.checkpoint import read_drafter
 from dflash.drafter import Drafter, DrafterConfig, RopeTable, initialise
 from dflash.errors import DflashError
+from dflash.files import replacing
 from dflash.loss import Head, decay_weights, default_gamma
 from dflash.store import Store
 from dflash.target import TargetSpec, read_frozen, resolve_target, weights_fingerprint
@@ -28,6 +30,7 @@ BLOCK_TOKENS = {"cuda": 32_768, "cpu": 2_048}  # most anchors × block of a micr
 TOKEN_BUDGET = {"cuda": 12_288, "cpu": 2_048}
 BUDGETS_A_STEP = {"cuda": 4, "cpu": 1}
 DEFAULT_EPOCHS = 6.0
+ROWS = "rows.npz"  # of a partial run: the rows it keeps to
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -95,10 +98,10 @@ def open_store(config: TrainConfig) -> Store:
     """The store, complete and of the right kind for the objective; else one sentence."""
     store = Store.open(config.store)
     missing = store.missing()
-    if missing:
+    if missing and not config.partial:
         raise DflashError(
             f"Store {config.store} lacks {len(missing)} of its {len(store.shards())} shards; the `dflash extract` "
-            f"command that began it (--store {config.store}) completes it."
+            f"command that began it (--store {config.store}) completes it, --partial trains on what is there."
         )
     labels = store.meta.labels
     if config.loss == "kl" and not labels.startswith("topk:") and labels != "last-hidden":
@@ -119,19 +122,47 @@ def open_store(config: TrainConfig) -> Store:
     return store
 
 
-def batch_plan(config: TrainConfig, store: Store, device: torch.device, world: int) -> Plan:
+def rows_to_train_on(config: TrainConfig, store: Store) -> dict[str, np.ndarray] | None:
+    """With --partial the rows whose shards are there, as the run froze them when it began; None for all."""
+    if not config.partial:
+        return None
+    frozen = Path(config.run) / ROWS
+    if frozen.exists():
+        with np.load(frozen, allow_pickle=False) as rows:
+            return {name: rows[name] for name in rows.files}
+    return {
+        bucket.name: np.array(
+            [row for row in range(bucket.rows) if store.length(bucket.name, row) is not None], np.int64
+        )
+        for bucket in store.buckets
+    }
+
+
+def freeze_rows(config: TrainConfig, rows: dict[str, np.ndarray] | None) -> None:
+    """Write the rows that a partial run keeps to."""
+    if rows is not None:
+        with replacing(Path(config.run) / ROWS) as sibling, sibling.open("wb") as file:
+            np.savez(file, allow_pickle=False, **rows)
+
+
+def batch_plan(
+    config: TrainConfig, store: Store, device: torch.device, world: int, rows: dict[str, np.ndarray] | None = None
+) -> Plan:
     """Micro-batches of every bucket that has rows to train on, and the number of optimiser steps."""
     budget = config.token_budget or TOKEN_BUDGET[device.type]
     most = config.anchors or max(1, BLOCK_TOKENS[device.type] // config.block_size)
     buckets = []
     for bucket in store.buckets:
-        if bucket.held_out or not bucket.rows:
+        available = None if rows is None or bucket.held_out else rows[bucket.name]
+        count = bucket.rows if available is None else len(available)
+        if bucket.held_out or not count:
             continue
-        rows_per_micro = max(1, min(MAX_ROWS, budget // bucket.ceiling, bucket.rows))
-        micros = -(-bucket.rows // rows_per_micro)
-        supervised = int(store.plan.rows[bucket.name].supervised.sum())
+        rows_per_micro = max(1, min(MAX_ROWS, budget // bucket.ceiling, count))
+        micros = -(-count // rows_per_micro)
+        tokens = store.plan.rows[bucket.name].supervised
+        supervised = int((tokens if available is None else tokens[available]).sum())
         anchors = anchors_of(supervised, micros, config.anchor_density, most)
-        buckets.append(BucketRows(bucket.name, bucket.ceiling, bucket.rows, rows_per_micro, anchors))
+        buckets.append(BucketRows(bucket.name, bucket.ceiling, count, rows_per_micro, anchors, available))
     if not buckets:
         raise DflashError(f"Store {config.store} has no rows to train on; extract more conversations.")
     order = Order(buckets, config.seed)

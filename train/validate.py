@@ -8,13 +8,13 @@ from dflash.store import Store
 from dflash.train.step import Model, row_states
 
 
-def held_out_rows(store: Store) -> list[tuple[str, int]]:
-    """(bucket, row) of every held-out row whose shard is there."""
+def held_out_rows(store: Store, rows: dict[str, np.ndarray] | None = None) -> list[tuple[str, int]]:
+    """(bucket, row) of every held-out row whose shard is there, of `rows` where a run keeps to some."""
     return [
         (bucket.name, row)
         for bucket in store.buckets
         if bucket.held_out
-        for row in range(bucket.rows)
+        for row in (range(bucket.rows) if rows is None else rows[bucket.name].tolist())
         if store.length(bucket.name, row)
     ]
 
