@@ -58,7 +58,7 @@ def export(config: ExportConfig) -> dict[str, Any]:
         "layout": config.layout,
         "dtype": config.dtype,
         "parameters": sum(tensor.numel() for tensor in tensors.values()),
-        "acceptance_length": (checkpoint.state.get("validation") or {}).get("acceptance_length"),
+        "acceptance_length": validation_of(checkpoint).get("acceptance_length"),
         "block_size": shape.block_size,
         "target": checkpoint.state["target"]["name"],
         **checked,
@@ -80,6 +80,12 @@ def choose_checkpoint(source: Path) -> tuple[Checkpoint, str]:
             length = best["acceptance_length"]["pooled"]
             return checkpoint, f"the best on held-out rows: acceptance length {length:.2f}"
     return found[-1], "the newest: no validation chose a better one"
+
+
+def validation_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The validation of just this checkpoint; one saved between two validations has none of its own."""
+    found = checkpoint.state.get("validation") or {}
+    return found if found.get("step") == checkpoint.step else {}
 
 
 def is_export(folder: Path) -> bool:
@@ -164,7 +170,7 @@ def check_input(
 def model_card(checkpoint: Checkpoint, shape: DrafterConfig, config: ExportConfig) -> str:
     """README.md of the export: what it is, of which target, how good, how to serve it."""
     state = checkpoint.state
-    target, validation = state["target"], state.get("validation") or {}
+    target, validation = state["target"], validation_of(checkpoint)
     length = validation.get("acceptance_length") or {}
     drafts = shape.block_size - 1
     lines = [

@@ -119,6 +119,17 @@ def prune(run: Path, keep: int, best: int | None) -> None:
         shutil.rmtree(rest, ignore_errors=True)
 
 
+def first_difference(old: Any, new: Any, name: str = "") -> tuple[str, Any, Any] | None:
+    """The first leaf in which two JSON values differ: its dotted name and both values."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*new, *(old.keys() - new.keys())]:
+            found = first_difference(old.get(key), new.get(key), f"{name}.{key}".removeprefix("."))
+            if found is not None:
+                return found
+        return None
+    return None if old == new else (name, old, new)
+
+
 class Metrics:
     """metrics.jsonl: a line a step and a line a validation, in order."""
 

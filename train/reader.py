@@ -69,11 +69,6 @@ class Layout:
         views.setdefault("labels", views["input_ids"])  # --labels tokens stores none: the data is the label
         return Batch(**{f.name: views[f.name] for f in fields(Batch) if f.name in views})
 
-    def bytes(self) -> int:
-        return sum(
-            self.largest * int(np.prod(t, dtype=np.int64)) * self.dtypes[n].itemsize for n, t in self.tails.items()
-        )
-
 
 class Reader:
     """Yields (micro-step, batch) for a sequence of micro-steps, in order.

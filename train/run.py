@@ -250,7 +250,7 @@ class Trainer:
             self.ranks.barrier()
 
     def _load(self, checkpoint: run_folder.Checkpoint) -> None:
-        difference = first_difference(checkpoint.state["identity"], self._identity())
+        difference = run_folder.first_difference(checkpoint.state["identity"], self._identity())
         if difference is not None:
             name, old, new = difference
             raise DflashError(
@@ -311,14 +311,3 @@ class Trainer:
             "parameters": self.flat.master.numel(),
             "device": self.device.type,
         }
-
-
-def first_difference(old: Any, new: Any, name: str = "") -> tuple[str, Any, Any] | None:
-    """The first leaf in which two JSON values differ: its dotted name and both values."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in [*new, *(old.keys() - new.keys())]:
-            found = first_difference(old.get(key), new.get(key), f"{name}.{key}".removeprefix("."))
-            if found is not None:
-                return found
-        return None
-    return None if old == new else (name, old, new)
