@@ -85,6 +85,9 @@ def _rows(opened: OpenShard, array: OpenArray) -> Iterator[tuple[int | None, str
             yield None, "there are bytes that belong to no row"
         for row, n in enumerate(opened.lengths):
             yield from _packed_row(array, row, n, crcs[row])
+    elif spec.block:
+        for row, n in enumerate(opened.lengths):
+            yield from _block_row(array, row, n, crcs[row])
     else:
         strides = np.arange(rows) * spec.stride(rows)
         if (array.offsets != strides).any() or (array.sizes != spec.chunk_bytes(rows)).any():
@@ -110,6 +113,15 @@ def _packed_row(array: OpenArray, row: int, n: int, crc: int) -> Iterator[tuple[
         yield row, "does not fit its checksum"
         return
     if whole[n:].any():
+        yield row, "padding is not zero"
+
+
+def _block_row(array: OpenArray, row: int, n: int, crc: int) -> Iterator[tuple[int, str]]:
+    start, used = int(array.starts[row]), n * array.spec.token_bytes
+    end = start + int(array.spec.block_bytes(np.array([n]))[0])
+    if crc32c(array.map[start : start + used]) != crc:
+        yield row, "does not fit its checksum"
+    if array.map[start + used : end].any():
         yield row, "padding is not zero"
 
 

@@ -97,6 +97,8 @@ class ArraySpec:
 
     `sparse`: row stride rounded up to 4096, the tail behind the valid tokens is a hole, checksums over valid bytes.
     `packed`: rows lie behind one another as blosc blocks, checksums over a row's compressed bytes.
+    `block`: of a sparse array in a shard that `dflash pack` wrote: tokens of an inner chunk. Only the chunks that hold
+    valid tokens are in the file, row behind row, so there are no holes. 0 where rows have a fixed stride.
     """
 
     name: str
@@ -107,6 +109,7 @@ class ArraySpec:
     padding: int = 0
     sparse: bool = False
     packed: bool = False
+    block: int = 0
     by_row: bool = True
     view_dtype: str | None = None
 
@@ -114,10 +117,14 @@ class ArraySpec:
         return (rows, self.ceiling, *self.token_shape) if self.by_row else (rows,)
 
     def chunk_shape(self, rows: int) -> tuple[int, ...]:
-        """Shape of one inner chunk: a row, or all of `lengths`."""
-        return (1, self.ceiling, *self.token_shape) if self.by_row else (rows,)
+        """Shape of one inner chunk: a row (or a block of its tokens), or all of `lengths`."""
+        return (1, self.block or self.ceiling, *self.token_shape) if self.by_row else (rows,)
 
     def chunks(self, rows: int) -> int:
+        return self.checksums(rows) * (self.ceiling // self.block if self.block else 1)
+
+    def checksums(self, rows: int) -> int:
+        """How many checksums the manifest has: one per row, or one of all of `lengths`."""
         return rows if self.by_row else 1
 
     @property
@@ -125,16 +132,20 @@ class ArraySpec:
         return self.dtype.itemsize * int(np.prod(self.token_shape, dtype=np.int64))
 
     def chunk_bytes(self, rows: int) -> int:
-        """Bytes of one inner chunk, decoded."""
+        """Bytes of one row (of all of `lengths`), decoded."""
         return self.ceiling * self.token_bytes if self.by_row else rows * self.dtype.itemsize
 
     def stride(self, rows: int) -> int:
-        """Distance of two rows in the file (meaningless for packed arrays)."""
+        """Distance of two rows in the file (meaningless for packed arrays and those in blocks)."""
         size = self.chunk_bytes(rows)
         return up(size, ALIGN) if self.sparse else size
 
     def data_bytes(self, rows: int) -> int:
-        return self.chunks(rows) * self.stride(rows)
+        return self.checksums(rows) * self.stride(rows)
+
+    def block_bytes(self, lengths: np.ndarray) -> np.ndarray:
+        """Bytes of each row of an array in blocks: its valid tokens in whole blocks."""
+        return -(-lengths.astype(np.int64) // self.block) * self.block * self.token_bytes
 
     def footer_bytes(self, rows: int) -> int:
         """Per inner chunk u64 offset and u64 size, then a crc32c of them."""

@@ -5,6 +5,7 @@ of trust: an index line has the crc32c of the manifest's file, the manifest thos
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from dflash.errors import DflashError
 from dflash.files import allocated_bytes
 from dflash.store import checks
 from dflash.store.index import BAD_FIELDS, CRC, MAX_GENERATION
-from dflash.store.layout import FORMAT_VERSION, Shard, shard_text
+from dflash.store.layout import FORMAT_VERSION, ArraySpec, Shard, shard_text
 from dflash.store.meta import check_crc, parse_json, with_crc
 from dflash.store.paths import read_inside, shard_parts
 
@@ -34,11 +35,20 @@ MANIFEST_FIELDS: dict[str, checks.Check] = {
     "lengths": checks.list_of(checks.integer(0, 1 << 20)),
     "documents": checks.list_of(checks.integer(0, 1 << 40)),
     "arrays": checks.mapping,
+    "quantisation": checks.mapping,
     "bad": checks.list_of(checks.mapping),
     "software": checks.mapping,
     "device": checks.text,
 }
-ARRAY_FIELDS: dict[str, checks.Check] = {"bytes": checks.integer(0, 1 << 50), "crc32c": checks.list_of(CRC)}
+OPTIONAL = ("quantisation",)  # of shards with storage int8
+ARRAY_FIELDS: dict[str, checks.Check] = {
+    "bytes": checks.integer(0, 1 << 50),
+    "crc32c": checks.list_of(CRC),
+    "block": checks.integer(1, 1 << 20),  # of shards that `dflash pack` wrote
+}
+SUMS: checks.Check = checks.list_of(lambda v: type(v) in (int, float) and 0 <= v < float("inf"))
+QUANTISATION_FIELDS = {"squared_error": SUMS, "squares": SUMS}
+MAX_CHUNKS = 1 << 24  # of an array in blocks: its footer is made in memory
 
 
 def make_manifest(
@@ -49,6 +59,7 @@ def make_manifest(
     bad: list[dict[str, Any]],
     device: str,
     software: dict[str, str],
+    quantisation: dict[str, list[float]] | None = None,
 ) -> dict[str, Any]:
     rows = store.bucket(shard[0]).rows_of(shard[1])
     documents = store.plan.rows[shard[0]].document[rows.start : rows.stop]
@@ -65,6 +76,7 @@ def make_manifest(
         "lengths": [int(n) for n in lengths],
         "documents": [int(n) for n in documents],
         "arrays": arrays,
+        **({"quantisation": quantisation} if quantisation else {}),
         "bad": sorted(bad, key=lambda item: item["row"]),
         "software": software,
         "device": device,
@@ -97,7 +109,7 @@ def read_manifest(store: "Store", shard: Shard) -> tuple[dict[str, Any], bytes]:
     if not known or group.keys() != {"zarr_format", "node_type", "attributes"}:
         raise DflashError(f"{where} is not the Zarr v3 group of a shard.")
     manifest = check_crc(group["attributes"], where)
-    checks.check_fields(manifest, MANIFEST_FIELDS, where)
+    checks.check_fields(manifest, MANIFEST_FIELDS, where, optional=OPTIONAL)
     _check_belongs(store, shard, manifest, where)
     return manifest, content
 
@@ -122,9 +134,29 @@ def _check_belongs(store: "Store", shard: Shard, manifest: dict[str, Any], where
     if manifest["arrays"].keys() != specs.keys():
         raise DflashError(f"{where}: the field 'arrays' does not name exactly {', '.join(specs)}.")
     for array, spec in specs.items():
-        about = checks.check_fields(manifest["arrays"][array], ARRAY_FIELDS, f"{where}: arrays.{array}")
-        size_fits = about["bytes"] == spec.file_bytes(len(rows)) or spec.packed
-        if len(about["crc32c"]) != spec.chunks(len(rows)) or not size_fits:
+        about = checks.check_fields(manifest["arrays"][array], ARRAY_FIELDS, f"{where}: arrays.{array}", ("block",))
+        if len(about["crc32c"]) != spec.checksums(len(rows)) or not _size_fits(spec, about, manifest["lengths"]):
             raise DflashError(f"{where}: arrays.{array} has the wrong size or number of checksums.")
+    if "quantisation" in manifest:
+        sums = checks.check_fields(manifest["quantisation"], QUANTISATION_FIELDS, f"{where}: quantisation")
+        if any(len(each) != len(store.meta.taps) for each in sums.values()):
+            raise DflashError(f"{where}: quantisation has not one sum per tap.")
     for item in manifest["bad"]:
         checks.check_fields(item, BAD_FIELDS, f"{where}: bad")
+
+
+def _size_fits(spec: ArraySpec, about: dict[str, Any], lengths: list[int]) -> bool:
+    """The size that the manifest gives for an array's file is the only possible one (of compressed rows: any)."""
+    if "block" not in about:
+        return spec.packed or about["bytes"] == spec.file_bytes(len(lengths))
+    if not spec.sparse or spec.ceiling % about["block"]:
+        return False
+    spec = replace(spec, block=about["block"])
+    data = int(spec.block_bytes(np.array(lengths)).sum())
+    return spec.chunks(len(lengths)) <= MAX_CHUNKS and about["bytes"] == data + spec.footer_bytes(len(lengths))
+
+
+def specs_of(store: "Store", shard: Shard, manifest: dict[str, Any]) -> dict[str, ArraySpec]:
+    """The arrays of a shard as this one has them: in blocks where `dflash pack` wrote it."""
+    specs, arrays = store.specs(store.bucket(shard[0]).ceiling), manifest["arrays"]
+    return {name: replace(spec, block=arrays[name].get("block", 0)) for name, spec in specs.items()}

@@ -14,7 +14,7 @@ from dflash.files import fsync_path
 from dflash.store.index import append_line, index_files, seal
 from dflash.store.layout import Shard, crc32c, parse_shard_folder, shard_text
 from dflash.store.lock import live_workers
-from dflash.store.manifest import entry_of, read_manifest
+from dflash.store.manifest import entry_of, read_manifest, specs_of
 from dflash.store.paths import INDEX, SHARDS, TMP, index_path, map_inside, read_inside, shard_parts, shard_path
 from dflash.store.reader import OpenArray
 from dflash.store.shard import tmp_worker
@@ -79,13 +79,13 @@ def adoptable(store: "Store", shard: Shard, worker: int) -> dict[str, Any] | Non
     try:
         manifest, content = read_manifest(store, shard)
         checksums = {"zarr.json": crc32c(content)}
-        for name, spec in store.specs(store.bucket(shard[0]).ceiling).items():
+        for name, spec in specs_of(store, shard, manifest).items():
             document = read_inside(store.root, (*shard_parts(shard), name, "zarr.json"), limit=1 << 20)
             if document != array_document(spec, manifest["rows"]):
                 return None
             size, footer_bytes = manifest["arrays"][name]["bytes"], spec.footer_bytes(manifest["rows"])
             footer = tail(store.root, (*shard_parts(shard), name, spec.file_name), footer_bytes)
-            OpenArray(store, shard, spec, manifest["rows"], size, crc32c(footer))
+            OpenArray(store, shard, spec, manifest["lengths"], size, crc32c(footer))
             checksums |= {f"{name}/zarr.json": crc32c(document), f"{name}/{spec.file_name}": crc32c(footer)}
     except (DflashError, OSError):
         return None

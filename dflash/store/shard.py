@@ -55,7 +55,7 @@ class ArrayWriter:
 
     def __init__(self, folder: Path, spec: ArraySpec, rows: int) -> None:
         self.spec, self.rows = spec, rows
-        self.crcs = np.zeros(spec.chunks(rows), dtype=np.uint32)
+        self.crcs = np.zeros(spec.checksums(rows), dtype=np.uint32)
         self.folder = folder / spec.name
         self.folder.mkdir()
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -187,9 +187,15 @@ class ShardWriter:
                         writer.put(row, self._from_documents(name, row)[:n])
                 self.lengths[row] = n
 
-    def commit(self, bad: list[dict[str, Any]], device: str, software: dict[str, str] | None = None) -> dict[str, Any]:
+    def commit(
+        self,
+        bad: list[dict[str, Any]],
+        device: str,
+        software: dict[str, str] | None = None,
+        quantisation: dict[str, list[float]] | None = None,
+    ) -> dict[str, Any]:
         """Make the shard durable, put it in place, append its index line; return the line. `bad` names the documents
-        that were left out: [{row (of the shard), source, tap}]."""
+        that were left out: [{row (of the shard), source, tap}]; `quantisation` is what int8 lost, per tap."""
         assert (self.lengths >= 0).all(), "every row is written before the commit"
         versions = {"dflash": dflash.__version__, "numpy": np.__version__, **(software or {})}
         with self._working():
@@ -198,7 +204,7 @@ class ShardWriter:
             for name, writer in self._arrays.items():
                 arrays[name], more = writer.finish()
                 checksums.update(more)
-            manifest = make_manifest(self.store, self.shard, self.lengths, arrays, bad, device, versions)
+            manifest = make_manifest(self.store, self.shard, self.lengths, arrays, bad, device, versions, quantisation)
             document = zarr_json.group_document(manifest)
             write_durably(self.folder / "zarr.json", document)
             fsync_path(self.folder)

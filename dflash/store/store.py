@@ -25,9 +25,13 @@ HASHED_AT_OPEN = 1 << 20
 
 
 class Store:
-    """A store on disk. Reading is thread-safe; writing goes through `ShardWriter` under `acquire_lock`."""
+    """A store on disk. Reading is thread-safe; writing goes through `ShardWriter` under `acquire_lock`.
 
-    def __init__(self, root: Path, meta: StoreMeta, plan: Plan, documents: Documents) -> None:
+    `io`: how rows are read: "mmap" (out of the page cache) or "direct" (past it).
+    """
+
+    def __init__(self, root: Path, meta: StoreMeta, plan: Plan, documents: Documents, io: str = "mmap") -> None:
+        self.io = io
         self.root, self.meta, self.plan, self.documents = root, meta, plan, documents
         self.fingerprint = meta.fingerprint()
         self.buckets: tuple[Bucket, ...] = meta.buckets
@@ -36,7 +40,7 @@ class Store:
         self.reload_index()
 
     @staticmethod
-    def open(root: str | Path) -> "Store":
+    def open(root: str | Path, io: str = "mmap") -> "Store":
         root = Path(root)
         meta = read_meta(root)
         documents = Documents.open(root / paths.DOCS)
@@ -47,7 +51,7 @@ class Store:
         plan.check(meta.buckets, documents)
         if plan.fingerprint() != meta.fingerprints["plan"]:
             raise DflashError(f"{paths.PLAN} of store {root} is not the one of store.json (other fingerprint).")
-        return Store(root, meta, plan, documents)
+        return Store(root, meta, plan, documents, io)
 
     @property
     def target_folder(self) -> Path:

@@ -14,6 +14,7 @@ from dflash.store.layout import ArraySpec, crc32c
 LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
 BLOSC_LEVEL = 5
 NO_BLOCK_SIZE = 0  # blosc chooses
+ABSENT = np.uint64(2**64 - 1)  # offset and size of an inner chunk that is not in the file: it reads as the fill value
 
 
 def array_document(spec: ArraySpec, rows: int) -> bytes:
@@ -65,6 +66,14 @@ def fixed_footer(spec: ArraySpec, rows: int) -> bytes:
     chunks = spec.chunks(rows)
     offsets = np.arange(chunks, dtype=np.uint64) * np.uint64(spec.stride(rows))
     return footer(offsets, np.full(chunks, spec.chunk_bytes(rows), dtype=np.uint64))
+
+
+def block_footer(spec: ArraySpec, lengths: np.ndarray) -> bytes:
+    """The footer of an array in blocks: those with valid tokens row behind row, the others absent (2^64 - 1)."""
+    blocks, size = spec.ceiling // spec.block, spec.block * spec.token_bytes
+    there = np.arange(blocks) < (-(-lengths.astype(np.int64) // spec.block))[:, None]
+    offsets = (np.cumsum(there.reshape(-1)) - 1).astype(np.uint64) * np.uint64(size)
+    return footer(np.where(there.reshape(-1), offsets, ABSENT), np.where(there.reshape(-1), np.uint64(size), ABSENT))
 
 
 def parse_footer(content: bytes, data_bytes: int) -> tuple[np.ndarray, np.ndarray] | None:
