@@ -59,7 +59,7 @@ class RegenerateConfig:
     samples: int = setting(1, "Answers for each prompt; more than one needs a temperature.")
     seed: int = setting(0, "Seeds the sampling.")
     batch_size: int | None = setting(
-        None, "Prompts answered at once (256 on a GPU, 16 on a CPU), or requests at once to a server (16)."
+        None, "Prompts answered at once (512 on a GPU if they fit, 16 on a CPU), or requests at once to a server (16)."
     )
     limit: int | None = setting(None, "Answer the first N prompts only.")
     chat_template: str | None = setting(None, "A Jinja file to use instead of the tokenizer's own chat template.")

@@ -1,4 +1,9 @@
-"""Answers from the target in this process: batches of prompts, left-padded, through transformers' `generate`."""
+"""Answers from the target in this process, many prompts at a time.
+
+A target of attention layers is decoded by dflash/decode.py, whose rows take the next prompt as soon as they are done
+and whose steps are replayed on a GPU. A target with other layers keeps a state that has no place there: transformers'
+`generate` answers for it, batch by batch.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +12,11 @@ from typing import Any
 
 import torch
 
+from dflash.caches import TappedTarget, stateful_layers
 from dflash.data.config import RegenerateConfig
+from dflash.decode import Sampling, decode_plain
+from dflash.target import TargetSpec, load_target
+from dflash.threads import set_threads
 
 
 @dataclass(frozen=True)
@@ -21,43 +30,43 @@ class Answer:
 class Generator:
     """The loaded target. Its generation_config's penalties and filters are left out: drafters serve the plain model."""
 
-    def __init__(self, config: RegenerateConfig, folder: Path, tokenizer: Any, stop_ids: Sequence[int]) -> None:
-        from transformers import GenerationConfig
-
-        from dflash.target import load_target
-        from dflash.threads import set_threads
-
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+    def __init__(self, config: RegenerateConfig, folder: Path, stop_ids: Sequence[int], rows: int) -> None:
         set_threads()
-        model: Any = load_target(folder, config.dtype, self.device, config.trust_remote_code)
-        model.generation_config = GenerationConfig()
-        self.model = model
-        self.stop_ids = tuple(stop_ids)
-        pad = getattr(tokenizer, "pad_token_id", None)
-        self.pad_id = pad if pad is not None else (self.stop_ids[0] if self.stop_ids else 0)
-        chance = {"do_sample": True, "temperature": config.temperature, "top_k": 0, "top_p": 1.0}
-        self.settings = GenerationConfig(
-            max_new_tokens=config.max_new_tokens,
-            eos_token_id=list(self.stop_ids) or None,
-            pad_token_id=self.pad_id,
-            **(chance if config.temperature > 0 else {"do_sample": False}),
-        )
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.config, self.stop_ids, self.rows = config, tuple(stop_ids), rows
+        self.model: Any = load_target(folder, config.dtype, device, config.trust_remote_code)
+        self.target: TappedTarget | None = None
+        if not stateful_layers(self.model):
+            spec = TargetSpec.read(folder, trust_remote_code=config.trust_remote_code)
+            self.target = TappedTarget(self.model, spec, taps=())
+
+    def answer(self, prompts: Sequence[Sequence[int]], seed: int) -> list[Answer]:
+        """The answers to these prompts. They do not depend on which prompts were answered before."""
+        generator = torch.Generator().manual_seed(seed)
+        if self.target is None:
+            parts = [prompts[first : first + self.rows] for first in range(0, len(prompts), self.rows)]
+            return [answer for part in parts for answer in self._by_transformers(part, generator)]
+        sampling = Sampling(temperature=self.config.temperature, generator=generator)
+        limits = [self.config.max_new_tokens] * len(prompts)
+        responses = decode_plain(self.target, prompts, limits, self.stop_ids, sampling, rows=self.rows)
+        return [self._cut(response.output_ids) for response in responses]
 
     @torch.inference_mode()
-    def answer(self, prompts: Sequence[Sequence[int]], seed: int) -> list[Answer]:
-        """The answers to a batch. What a row gets does not depend on which prompts were answered before."""
-        width = max(map(len, prompts))
-        input_ids = torch.full((len(prompts), width), self.pad_id, dtype=torch.long)
-        attention_mask = torch.zeros_like(input_ids)
-        for row, prompt in enumerate(prompts):
-            input_ids[row, width - len(prompt) :] = torch.tensor(prompt, dtype=torch.long)
-            attention_mask[row, width - len(prompt) :] = 1
-        torch.manual_seed(seed)
-        output = self.model.generate(
-            input_ids=input_ids.to(self.device),
-            attention_mask=attention_mask.to(self.device),
-            generation_config=self.settings,
+    def _by_transformers(self, prompts: Sequence[Sequence[int]], generator: torch.Generator) -> list[Answer]:
+        from transformers import GenerationConfig
+
+        chance = {"do_sample": True, "temperature": self.config.temperature, "top_k": 0, "top_p": 1.0}
+        self.model.generation_config = GenerationConfig(
+            max_new_tokens=self.config.max_new_tokens,
+            eos_token_id=list(self.stop_ids) or None,
+            pad_token_id=(self.stop_ids or (0,))[0],
+            **(chance if self.config.temperature > 0 else {"do_sample": False}),
         )
+        width, device = max(map(len, prompts)), self.model.device
+        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+        torch.manual_seed(int(torch.randint(2**62, (), generator=generator)))
+        output = self.model.generate(input_ids=ids, attention_mask=mask)
         return [self._cut(row[width:]) for row in output.tolist()]
 
     def _cut(self, ids: list[int]) -> Answer:

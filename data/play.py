@@ -60,10 +60,19 @@ def local_units(items: list[Item], local: Local, config: RegenerateConfig) -> li
         if length + config.max_new_tokens <= local.context:
             fitting.append((-length, item.key, item))
     ordered = [item for _, _, item in sorted(fitting, key=lambda entry: entry[:2])]
+    size = rows_at_once(config) * (4 if _cuda() else 1)  # a GPU's rows go on with the next prompt of their unit
+    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
+
+
+def rows_at_once(config: RegenerateConfig) -> int:
+    """Prompts that are decoded together, memory permitting."""
+    return config.batch_size or (512 if _cuda() else 16)
+
+
+def _cuda() -> bool:
     import torch  # not needed where a server answers
 
-    size = config.batch_size or (256 if torch.cuda.is_available() else 16)
-    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
+    return torch.cuda.is_available()
 
 
 def play_local(units: list[Unit], local: Local, config: RegenerateConfig) -> Iterator[Unit]:
@@ -72,14 +81,15 @@ def play_local(units: list[Unit], local: Local, config: RegenerateConfig) -> Ite
 
     from dflash.data.generate import Generator
 
-    generator = Generator(config, local.folder, local.tokenizer, local.stop_ids)
+    generator = Generator(config, local.folder, local.stop_ids, rows_at_once(config))
     for unit in units:
         try:
             _play_batch(generator, unit, local, config)
         except torch.OutOfMemoryError as error:
             longest = max(len(_prompt_ids(item, 0, local)) for item in unit)
             raise DflashError(
-                f"Out of memory with {len(unit)} prompts of up to {longest:,} tokens; give a smaller --batch-size."
+                f"Out of memory with {rows_at_once(config)} prompts of up to {longest:,} tokens at once; give a "
+                "smaller --batch-size."
             ) from error
         yield unit
 

@@ -1,27 +1,29 @@
-"""The target while it decodes, and the two caches of a batch: nothing in them is ever computed twice.
+"""The target while it decodes, and the two caches of a batch. Both hold keys and values by position.
 
-The target's cache grows slot by slot. What every row rejected is cropped; what only some rows rejected is masked, and
-once the masked slots outweigh the rest, the valid ones move to the front. The drafter's cache is written by position,
-so the next block overwrites what was rejected.
+A row writes a token's keys and values at the token's own position, so what comes after a rejected draft overwrites
+it: nothing is cropped, moved or computed twice, rows of one batch may stand at different positions, and the shapes of
+a step never change, which lets a CUDA graph replay it. Behind the last position lies one slot for what belongs
+nowhere (padding, and rows that have ended).
 
-Axes: R rows (prompts), T tokens, B block, V vocabulary, F = K·H tapped features.
+Axes: R rows (prompts), T tokens, B block, V vocabulary, G kv heads, D head dim, F = K·H tapped features.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from dflash.drafter import Drafter, RopeTable
 from dflash.errors import DflashError
 from dflash.loss import Head
 from dflash.target import TargetSpec, decoder_layers, head_weight, text_config
 
-HOLES_ALLOWED = 64  # masked slots before the target's cache is worth compacting
+ATTENTION = {"full_attention", "sliding_attention"}
 
 
 class TappedTarget:
@@ -37,15 +39,19 @@ class TappedTarget:
         self._outputs: dict[int, Tensor] = {}
         # transformers renamed the argument within version 5
         self._cache_name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
-        config = text_config(model.config)
-        kinds = set(getattr(config, "layer_types", None) or ())
-        if kinds - {"full_attention", "sliding_attention"}:
+        if stateful := stateful_layers(model):
             raise DflashError(
-                f"Target {spec.name} has {', '.join(sorted(kinds - {'full_attention', 'sliding_attention'}))} layers, "
-                "whose state cannot be rolled back after a rejected draft; dflash decodes attention-only targets."
+                f"Target {spec.name} has {', '.join(stateful)} layers, whose state cannot be rolled back after a "
+                "rejected draft; dflash decodes attention-only targets."
             )
-        # a sliding window is counted in cache slots, which holes would shift
-        self.batchable = "sliding_attention" not in kinds and not getattr(config, "sliding_window", None)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of its keys and values."""
+        config = text_config(self.model.config)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return 2 * int(config.num_hidden_layers * heads * dim) * self.embed_VH.element_size()
 
     @contextmanager
     def tapped(self) -> Iterator[None]:
@@ -68,92 +74,129 @@ class TappedTarget:
         """The tapped states of the last forward."""
         return torch.cat([self._outputs[tap] for tap in self.taps], dim=-1)
 
-    def logits(self, ids_RT: Tensor, keep: int, cache: DynamicCache | None = None, **arguments: Any) -> Tensor:
-        """The model's own logits [R, keep, V] of the last tokens behind what the cache holds."""
-        if cache is not None:
-            arguments[self._cache_name] = cache
-        return self.model(input_ids=ids_RT, use_cache=cache is not None, logits_to_keep=keep, **arguments).logits
+    def logits(self, ids_RT: Tensor, keep: int, cache: Cache, **arguments: Any) -> Tensor:
+        """The model's own logits [R, keep, V] of the last tokens."""
+        arguments[self._cache_name] = cache
+        return self.model(input_ids=ids_RT, use_cache=True, logits_to_keep=keep, **arguments).logits
+
+
+def stateful_layers(model: Any) -> list[str]:
+    """Kinds of layers that are not attention over a cache of keys and values."""
+    return sorted(set(getattr(text_config(model.config), "layer_types", None) or ()) - ATTENTION)
+
+
+@dataclass
+class _Places:
+    """Where the next forward's tokens go, for all layers."""
+
+    rows_R1: Tensor
+    positions_RT: Tensor
+    end: int | None = None  # attend to the slots before it; None: a prompt, which attends to itself
+
+
+class _Slots(DynamicLayer):
+    """One layer's keys and values [R, positions + 1, G, D], as transformers' layers ask for them."""
+
+    def __init__(self, places: _Places, rows: int, positions: int) -> None:
+        super().__init__()
+        self.places, self.rows, self.positions = places, rows, positions
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        def slots(like: Tensor) -> Tensor:
+            return like.new_zeros(self.rows, self.positions + 1, like.shape[1], like.shape[3])
+
+        self.keys, self.values = slots(key_states), slots(value_states)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None, "made by the line above"
+        assert self.values is not None, "made by the line above"
+        where, end = (self.places.rows_R1, self.places.positions_RT), self.places.end
+        self.keys[where] = key_states.transpose(1, 2)
+        self.values[where] = value_states.transpose(1, 2)
+        if end is None:
+            return key_states, value_states
+        return self.keys[:, :end].transpose(1, 2), self.values[:, :end].transpose(1, 2)
+
+    def get_seq_length(self) -> int:
+        return 0  # positions and masks are always given
+
+    def select(self, rows: Tensor) -> None:
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[rows], self.values[rows]
 
 
 class TargetCache:
-    """The target's cache of a batch: slots in the order of computation, some masked (left padding, rejected tokens)."""
+    """The target's cache of a batch of rows."""
 
-    def __init__(self, target: TappedTarget, prompts: Sequence[Sequence[int]]) -> None:
-        self.target = target
-        self.masked = len(prompts) > 1  # one prompt alone never has a hole
-        self.cache = DynamicCache()  # without a config: plain layers, also where the model's window slides
-        width = max(map(len, prompts))
-        rows = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-        self.prompt_ids = torch.tensor(rows, device=target.device)
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=target.device)
-        self.valid = torch.arange(width, device=target.device) >= width - lengths[:, None]  # [R, slots]
-        self.lengths = torch.zeros_like(lengths)  # tokens with a state
+    def __init__(self, target: TappedTarget, rows: int, positions: int) -> None:
+        config = text_config(target.model.config)
+        self.target, self.nowhere = target, positions
+        self.places = _Places(torch.empty(0), torch.empty(0))
+        self.layers = [_Slots(self.places, rows, positions) for _ in range(config.num_hidden_layers)]
+        self.cache = Cache(layers=list(self.layers))
+        self.window = getattr(config, "sliding_window", None)
+        self.kinds = set(getattr(config, "layer_types", None) or ())
 
-    def prefill(self) -> tuple[Tensor, Tensor]:
-        """Logits [R, V] after the prompts, and the position of each prompt token [R, T], -1 for padding."""
-        positions = self.valid.long().cumsum(1) - 1
-        logits = self._forward(self.prompt_ids, positions.clamp(min=0), keep=1)[:, 0]
-        self.lengths = self.valid.sum(1)
-        return logits, torch.where(self.valid, positions, -1)
+    def prefill(self, rows_R: Tensor, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """Logits [R, V] after the prompts of these rows, and the position of each token [R, T], `nowhere` for the
+        padding, which is on the left, so that every prompt ends in the last column."""
+        device, width = self.target.device, max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
+        padding = torch.tensor([[width - len(p)] for p in prompts], device=device)
+        positions = torch.arange(width, device=device) - padding
+        places = torch.where(positions < 0, self.nowhere, positions)
+        self.places.rows_R1, self.places.positions_RT, self.places.end = rows_R[:, None], places, None
+        arguments: dict[str, Tensor] = {"position_ids": positions.clamp(min=0)}
+        if len(set(map(len, prompts))) > 1:
+            arguments["attention_mask"] = (positions >= 0).long()
+        return self.target.logits(ids, 1, self.cache, **arguments)[:, 0], places
 
-    def step(self, ids_RT: Tensor) -> Tensor:
-        """Logits [R, T, V] of new tokens at the end of every row; `keep` then says how many of them stay."""
-        tokens = ids_RT.shape[1]
-        self.valid = torch.cat((self.valid, self.valid.new_ones(ids_RT.shape)), 1)
-        positions = self.lengths[:, None] + torch.arange(tokens, device=ids_RT.device)
-        return self._forward(ids_RT, positions, keep=tokens)
+    def step(self, ids_RT: Tensor, positions_RT: Tensor, end: int) -> Tensor:
+        """Logits [R, T, V] of all rows' next tokens, at positions before `end` or nowhere."""
+        self.places.rows_R1 = torch.arange(len(ids_RT), device=ids_RT.device)[:, None]
+        self.places.positions_RT, self.places.end = positions_RT, end
+        mask = self._masks(positions_RT, end)
+        return self.target.logits(ids_RT, ids_RT.shape[1], self.cache, position_ids=positions_RT, attention_mask=mask)
 
-    def _forward(self, ids: Tensor, positions: Tensor, keep: int) -> Tensor:
-        masks = {"attention_mask": self.valid.long()} if self.masked else {}
-        return self.target.logits(ids, keep, self.cache, position_ids=positions, **masks)
+    def _masks(self, positions_RT: Tensor, end: int) -> Tensor | dict[str, Tensor]:
+        """Additive [R, 1, T, end], which every attention of transformers takes; one a kind of layer if they differ."""
+        slots, here = torch.arange(end, device=positions_RT.device), positions_RT[:, None, :, None]
+        full = slots <= here
+        if self.window is None:
+            return self._additive(full)
+        sliding = self._additive(full & (slots > here - self.window))
+        if len(self.kinds) < 2:
+            return self._additive(full) if self.kinds == {"full_attention"} else sliding
+        return {"full_attention": self._additive(full), "sliding_attention": sliding}
 
-    def keep(self, kept_R: Tensor, tokens: int) -> None:
-        """Of the last `tokens` slots, the first kept_R[r] stay in row r."""
-        slots = torch.arange(tokens, device=kept_R.device)
-        self.valid[:, -tokens:] = slots < kept_R[:, None]
-        self.lengths = self.lengths + kept_R
-        surplus = tokens - int(kept_R.max())
-        if surplus:
-            self.cache.crop(-surplus)  # negative: so many tokens less, which every transformers 5 understands
-            self.valid = self.valid[:, :-surplus]
-        if self.valid.shape[1] > 1.5 * int(self.lengths.max()) + HOLES_ALLOWED:
-            self._compact()
-
-    def _compact(self) -> None:
-        """Move every row's valid slots to the front."""
-        width = int(self.lengths.max())
-        order = torch.argsort((~self.valid).to(torch.int8), dim=1, stable=True)[:, :width]
-        for layer in self.cache.layers:
-            for name in ("keys", "values"):
-                old = getattr(layer, name)
-                index = order[:, None, :, None].expand(-1, old.shape[1], -1, old.shape[3])
-                setattr(layer, name, old.gather(2, index))
-        self.valid = torch.arange(width, device=order.device) < self.lengths[:, None]
+    def _additive(self, visible: Tensor) -> Tensor:
+        dtype = self.target.embed_VH.dtype
+        return torch.where(visible, 0.0, torch.finfo(dtype).min).to(dtype)
 
     def select(self, rows: Tensor) -> None:
-        self.cache.batch_select_indices(rows)
-        self.valid, self.lengths = self.valid[rows], self.lengths[rows]
+        for layer in self.layers:
+            layer.select(rows)
 
 
 class DraftCache:
-    """Keys and values of the context by position, per drafter layer. A block's own lie behind the context's end and
-    are overwritten by what comes next, so nothing is ever cropped. The last slot takes what belongs nowhere."""
+    """Keys and values of the drafter's context, per drafter layer. A block's own lie behind the context's end."""
 
     def __init__(self, drafter: Drafter, rows: int, positions: int, like: Tensor) -> None:
         config = drafter.config
         shape = (config.num_layers, rows, positions + 1, config.num_kv_heads, config.head_dim)
-        self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
+        self.keys, self.values, self.nowhere = like.new_zeros(shape), like.new_zeros(shape), positions
 
-    def write(self, layer: int, positions_RT: Tensor, keys: Tensor, values: Tensor) -> None:
-        rows = torch.arange(len(positions_RT), device=positions_RT.device)[:, None]
-        self.keys[layer][rows, positions_RT] = keys
-        self.values[layer][rows, positions_RT] = values
+    def write(self, layer: int, rows_R: Tensor, positions_RT: Tensor, keys: Tensor, values: Tensor) -> None:
+        self.keys[layer][rows_R[:, None], positions_RT] = keys
+        self.values[layer][rows_R[:, None], positions_RT] = values
 
-    def append(self, drafter: Drafter, taps_RTF: Tensor, positions_RT: Tensor, rope: RopeTable) -> None:
-        """Context of new tokens; position -1 is nowhere."""
-        rotation = rope(positions_RT.clamp(min=0))
-        for layer, (keys, values) in enumerate(drafter.context_keys_values(taps_RTF, rotation)):
-            self.write(layer, positions_RT, keys, values)
+    def append(self, drafter: Drafter, rows_R: Tensor, taps_RTF: Tensor, places_RT: Tensor, rope: RopeTable) -> None:
+        """Context of new tokens at their positions, or nowhere."""
+        for layer, (keys, values) in enumerate(drafter.context_keys_values(taps_RTF, rope(places_RT))):
+            self.write(layer, rows_R, places_RT, keys, values)
 
     def select(self, rows: Tensor) -> None:
         self.keys, self.values = self.keys[:, rows], self.values[:, rows]

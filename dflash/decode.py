@@ -3,15 +3,20 @@
 A cycle: the anchor is the newest token, known but without a state. The drafter sees the cached context strictly before
 it and fills B-1 mask slots; the target runs on the block; drafts are accepted while they equal what the target itself
 says, and the target's next token comes on top. So a cycle yields accepted + 1 tokens, and the text is the target's own.
-With a temperature the target's token is sampled and a draft is accepted when it equals the sample, which keeps the
-target's distribution exactly.
 
-Prompts are decoded in batches; each row has its own acceptance (dflash/caches.py keeps the books).
+With a temperature the target's token is drawn by inverting its distribution at one uniform number a place of the
+answer, and a draft is accepted when it equals the draw: the target's distribution is kept exactly, and the same
+numbers give the same answer with and without a drafter.
 
-Axes: R rows (prompts), T tokens, B block, V vocabulary.
+Prompts share a batch of rows: a row that is done takes the next prompt. A cycle is arithmetic on tensors of fixed
+shape, so on a GPU it is captured and replayed (dflash/graphs.py); a CPU drops the rows that no prompt waits for.
+
+Axes: R rows, T tokens, B block, V vocabulary.
 """
 
+from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +25,11 @@ from torch import Tensor
 
 from dflash.caches import DraftCache, TappedTarget, TargetCache
 from dflash.drafter import Drafter, RopeTable, embed_blocks
+from dflash.graphs import Graphs, waits_for_the_host
+
+TIE_ULPS = 2  # units in the last place between two logits that rounding may swap
+END_STEP = 128  # on a GPU attention ends at a multiple of it: one graph for each
+PREFILL_TOKENS = 65_536  # most padded prompt tokens of one forward
 
 
 @dataclass(frozen=True)
@@ -28,55 +38,70 @@ class Response:
 
     acceptance_lengths: tokens kept of every cycle (accepted drafts + 1; the last may be cut by a stop token or the
     limit). drafted, accepted: per slot 1..B-1, in how many cycles the slot was proposed, and accepted with all before.
+    rivals: for each output token the second best token if its logit was within rounding of the best, else -1 (greedy).
     """
 
     output_ids: list[int] = field(default_factory=list)
     acceptance_lengths: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    rivals: list[int] = field(default_factory=list, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the target chooses tokens: its argmax at temperature 0 (ties: smallest id), else a sample."""
+    """How the target chooses tokens: its argmax at temperature 0 (ties: smallest id), else a draw."""
 
     temperature: float = 0.0
     generator: torch.Generator | None = None
 
-    def choose(self, logits: Tensor) -> Tensor:
-        """int64 [...] of logits [..., V]."""
+    def uniforms(self, prompts: int, places: int, device: torch.device) -> Tensor:
+        """One number for every place of every answer, fp64 [prompts, places]; they alone decide the draws."""
         if self.temperature == 0.0:
-            return logits.argmax(dim=-1)
-        probabilities = torch.softmax(logits.float() / self.temperature, dim=-1)
-        drawn = torch.multinomial(probabilities.flatten(0, -2), 1, generator=self.generator)
-        return drawn.view(logits.shape[:-1])
+            return torch.zeros(prompts, 1, dtype=torch.float64, device=device)
+        source = self.generator.device if self.generator is not None else device
+        drawn = torch.rand(prompts, places, dtype=torch.float64, device=source, generator=self.generator)
+        return drawn.to(device)
+
+    def choose(self, logits_RTV: Tensor, uniforms_RT: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens and their rivals, int64 [R, T]. Greedy choice overwrites the best logits."""
+        if self.temperature == 0.0:
+            return best_and_rival(logits_RTV)
+        probabilities = torch.softmax(logits_RTV.float() / self.temperature, dim=-1)
+        below = torch.cumsum(probabilities, dim=-1, dtype=torch.float64)
+        where = uniforms_RT[..., None] * below[..., -1:]
+        tokens = torch.searchsorted(below, where, right=True)[..., 0].clamp(max=below.shape[-1] - 1)
+        return tokens, torch.full_like(tokens, -1)
 
 
 GREEDY = Sampling()
 
 
-def draft(
-    drafter: Drafter, target: TappedTarget, cache: DraftCache, anchors_R: Tensor, lengths_R: Tensor, rope: RopeTable
-) -> Tensor:
-    """The proposed tokens [R, B-1] behind the anchors; always the drafter's argmax."""
-    config = drafter.config
-    factor = target.spec.embed_factor
-    x_RBH = embed_blocks(target.embed_VH, factor, anchors_R, config.mask_token_id, config.block_size)
-    positions = lengths_R[:, None] + torch.arange(config.block_size, device=lengths_R.device)
-    end = int(lengths_R.max()) + config.block_size
-    visible = torch.arange(end, device=lengths_R.device) < lengths_R[:, None] + config.block_size
-    hidden, rotation = x_RBH, rope(positions)
-    for number, layer in enumerate(drafter.all_layers()):
+def best_and_rival(logits_RTV: Tensor) -> tuple[Tensor, Tensor]:
+    """Argmax, and the second best token where it lies within TIE_ULPS of the best, else -1. Overwrites the best."""
+    best = logits_RTV.argmax(dim=-1, keepdim=True)
+    top = logits_RTV.gather(-1, best).float()
+    second = logits_RTV.scatter_(-1, best, float("-inf")).argmax(dim=-1, keepdim=True)
+    next_to = logits_RTV.gather(-1, second).float()
+    ulp = torch.finfo(logits_RTV.dtype).eps * torch.exp2(torch.log2(torch.maximum(top.abs(), next_to.abs())).floor())
+    close = top - next_to <= TIE_ULPS * ulp
+    return best[..., 0], torch.where(close, second, -1)[..., 0]
 
-        def attend(q: Tensor, _k: Tensor, _v: Tensor, block_k: Tensor, block_v: Tensor, number: int = number) -> Tensor:
-            cache.write(number, positions, block_k, block_v)
-            keys, values = (part[number][:, :end].transpose(1, 2) for part in (cache.keys, cache.values))
-            mask = visible[:, None, None]
-            out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, mask, enable_gqa=True)
-            return out.transpose(1, 2)
 
-        hidden = layer(hidden, rotation, (cache.keys, cache.values), attend)
-    return target.head.logits(drafter.norm(hidden)[:, 1:]).argmax(dim=-1)
+def first_difference(ours: Response, own: Response) -> str:
+    """How a greedy answer compares with the target's own: `identical`, `ties` or `wrong`.
+
+    A tie: where they first differ, one run had the other's token within rounding of its own, so the shape of the batch
+    decided. Whatever follows differs for that reason.
+    """
+    if ours.output_ids == own.output_ids:
+        return "identical"
+    places = range(min(len(ours.output_ids), len(own.output_ids)))
+    where = next((place for place in places if ours.output_ids[place] != own.output_ids[place]), None)
+    if where is None:
+        return "wrong"
+    swapped = ours.rivals[where] == own.output_ids[where] or own.rivals[where] == ours.output_ids[where]
+    return "ties" if swapped else "wrong"
 
 
 def kept_tokens(tokens: list[int], room: int, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
@@ -88,30 +113,23 @@ def kept_tokens(tokens: list[int], room: int, stop_ids: Sequence[int]) -> tuple[
     return tokens, len(tokens) == room
 
 
-@torch.inference_mode()
 def decode_plain(
     target: TappedTarget,
     prompts: Sequence[Sequence[int]],
     limits: Sequence[int],
     stop_ids: Sequence[int] = (),
     sampling: Sampling = GREEDY,
+    rows: int | None = None,
 ) -> list[Response]:
-    """The target alone, one token a forward: the baseline. `limits`: most new tokens of each prompt."""
-    cache = TargetCache(target, prompts)
-    batch = _Batch(prompts, limits, stop_ids, slots=0)
-    tokens = sampling.choose(cache.prefill()[0])
-    while rows := batch.add([[token] for token in tokens.tolist()]):
-        if len(rows) < len(tokens):
-            index = torch.tensor(rows, device=target.device)
-            cache.select(index)
-            tokens = tokens[index]
-        logits = cache.step(tokens[:, None])
-        cache.keep(torch.ones_like(tokens), 1)
-        tokens = sampling.choose(logits[:, 0])
-    return batch.responses
+    """The target alone, one token a forward: the baseline.
+
+    Args:
+        limits: most new tokens of each prompt.
+        rows: prompts decoded at once; all unless given.
+    """
+    return _Decoder(target, None, prompts, limits, stop_ids, sampling, rows).run()
 
 
-@torch.inference_mode()
 def decode_speculative(
     target: TappedTarget,
     drafter: Drafter,
@@ -119,62 +137,190 @@ def decode_speculative(
     limits: Sequence[int],
     stop_ids: Sequence[int] = (),
     sampling: Sampling = GREEDY,
+    rows: int | None = None,
 ) -> list[Response]:
     """Target and drafter together; see the module docstring. The first token, from the prefill, is no cycle."""
-    block, device = drafter.config.block_size, target.device
-    positions = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)) + 2 * block
-    rope = RopeTable(drafter.config, positions, target.embed_VH.dtype, device)
-    cache, drafts = TargetCache(target, prompts), DraftCache(drafter, len(prompts), positions, target.embed_VH)
-    batch = _Batch(prompts, limits, stop_ids, slots=block - 1)
-    with target.tapped():
-        logits, places = cache.prefill()
-        drafts.append(drafter, target.taps_RTF(), places, rope)
-        anchors = sampling.choose(logits)
-        rows = batch.add([[token] for token in anchors.tolist()])
-        while rows:
-            if len(rows) < len(anchors):
-                index = torch.tensor(rows, device=device)
-                cache.select(index)
-                drafts.select(index)
-                anchors = anchors[index]
-            before = cache.lengths
-            proposal = draft(drafter, target, drafts, anchors, before, rope)
-            own = sampling.choose(cache.step(torch.cat((anchors[:, None], proposal), 1)))
-            good = (proposal == own[:, :-1]).long().cumprod(1).sum(1)
-            # rejected rows are written too: they lie behind the context's end, where the next block overwrites them
-            places = before[:, None] + torch.arange(block, device=device)
-            drafts.append(drafter, target.taps_RTF(), places, rope)
-            cache.keep(good + 1, block)
-            anchors = own.gather(1, good[:, None])[:, 0]
-            cycles = zip(proposal.tolist(), good.tolist(), anchors.tolist(), strict=True)
-            rows = batch.add([[*tokens[:n], bonus] for tokens, n, bonus in cycles], cycle=True)
-    return batch.responses
+    return _Decoder(target, drafter, prompts, limits, stop_ids, sampling, rows).run()
 
 
-class _Batch:
-    """The answers of a batch while they grow, and which rows are still going."""
+class _Decoder:
+    """The rows of a batch. Tensors of rows keep their addresses from cycle to cycle."""
 
     def __init__(
-        self, prompts: Sequence[Sequence[int]], limits: Sequence[int], stop_ids: Sequence[int], slots: int
+        self,
+        target: TappedTarget,
+        drafter: Drafter | None,
+        prompts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        stop_ids: Sequence[int],
+        sampling: Sampling,
+        rows: int | None,
     ) -> None:
-        self.limits, self.stop_ids = list(limits), tuple(stop_ids)
-        self.responses = [Response(drafted=[0] * slots, accepted=[0] * slots) for _ in prompts]
-        self.active = list(range(len(prompts)))
+        self.target, self.drafter, self.sampling = target, drafter, sampling
+        self.prompts, self.limits, self.stop_ids = prompts, list(limits), tuple(stop_ids)
+        device = target.device
+        self.block = drafter.config.block_size if drafter is not None else 1
+        self.waiting = deque(range(len(prompts)))
+        self.responses = [Response(drafted=[0] * (self.block - 1), accepted=[0] * (self.block - 1)) for _ in prompts]
+        longest = max((len(p) + limit for p, limit in zip(prompts, limits, strict=True)), default=1)
+        self.nowhere = longest + 2 * self.block
+        count = min(rows or len(prompts), len(prompts), rows_that_fit(target, self.nowhere))
+        self.prompt_of: list[int | None] = [None] * count
+        self.cache = TargetCache(target, count, self.nowhere)
+        if drafter is not None:
+            self.drafts = DraftCache(drafter, count, self.nowhere, target.embed_VH)
+            self.rope = RopeTable(drafter.config, self.nowhere + 1, target.embed_VH.dtype, device)
+        self.anchors, self.lengths, self.answered, self.number = torch.zeros(4, count, dtype=torch.int64, device=device)
+        self.uniforms = sampling.uniforms(len(prompts), max([1, *limits]), device)
+        self.outcome = torch.zeros(count, 2 * self.block + 1, dtype=torch.int64, device=device)
+        self.graphs = Graphs(device) if device.type == "cuda" else None
 
-    def add(self, tokens: list[list[int]], cycle: bool = False) -> list[int]:
-        """Add each active row's new tokens; returns which of the rows (by place among the active) go on."""
-        going = []
-        for place, (number, new) in enumerate(zip(self.active, tokens, strict=True)):
-            response = self.responses[number]
-            kept, ended = kept_tokens(new, self.limits[number] - len(response.output_ids), self.stop_ids)
-            response.output_ids.extend(kept)
-            if cycle:
-                response.acceptance_lengths.append(len(kept))
-                _count(response, good=len(new) - 1, kept=len(kept))
-            if not ended:
-                going.append(place)
-        self.active = [self.active[place] for place in going]
-        return going
+    @torch.inference_mode()
+    def run(self) -> list[Response]:
+        tapped = self.target.tapped() if self.drafter is not None else nullcontext()
+        with tapped:
+            while True:
+                self._admit()
+                active = [row for row, prompt in enumerate(self.prompt_of) if prompt is not None]
+                if not active:
+                    break
+                if self.graphs is None and len(active) < len(self.prompt_of) and not self.waiting:
+                    self._keep_rows(active)
+                self._cycle()
+                self._collect(self.outcome.tolist())
+        if self.graphs is not None:
+            self.graphs.close()
+        return self.responses
+
+    def _admit(self) -> None:
+        """Prompts into free rows. A GPU waits until an eighth of the rows is free: a prefill costs like a cycle."""
+        free = [row for row, prompt in enumerate(self.prompt_of) if prompt is None]
+        few = self.graphs is not None and 8 * len(free) < len(self.prompt_of)
+        if few and len(self.waiting) >= len(free):
+            return
+        while free and self.waiting:
+            rows: list[int] = []
+            width = 0
+            while free and self.waiting:
+                width = max(width, len(self.prompts[self.waiting[0]]))
+                if rows and width * (len(rows) + 1) > PREFILL_TOKENS:
+                    break
+                self.prompt_of[free[0]] = self.waiting.popleft()
+                rows.append(free.pop(0))
+            self._prefill(rows)
+            free += [row for row in rows if self.prompt_of[row] is None]
+
+    def _prefill(self, rows: list[int]) -> None:
+        numbers = [number for row in rows if (number := self.prompt_of[row]) is not None]
+        prompts = [self.prompts[number] for number in numbers]
+        index = torch.tensor(rows, device=self.target.device)
+        of = torch.tensor(numbers, device=self.target.device)
+        logits, places = self.cache.prefill(index, prompts)
+        if self.drafter is not None:
+            self.drafts.append(self.drafter, index, self.target.taps_RTF(), places, self.rope)
+        tokens, rivals = self.sampling.choose(logits[:, None], self.uniforms[of, :1])
+        self.anchors[index], self.number[index], self.answered[index] = tokens[:, 0], of, 1
+        self.lengths[index] = torch.tensor([len(prompt) for prompt in prompts], device=index.device)
+        for row, token, rival in zip(rows, tokens[:, 0].tolist(), rivals[:, 0].tolist(), strict=True):
+            self._add(row, [token], [rival])
+
+    def _keep_rows(self, rows: list[int]) -> None:
+        index = torch.tensor(rows, device=self.target.device)
+        for name in ("anchors", "lengths", "answered", "number", "outcome"):
+            setattr(self, name, getattr(self, name)[index])
+        self.cache.select(index)
+        if self.drafter is not None:
+            self.drafts.select(index)
+        self.prompt_of = [self.prompt_of[row] for row in rows]
+
+    def _cycle(self) -> None:
+        """One cycle of all rows; on a GPU by a graph of its own for every end, unless the target waits for the host."""
+        end = min(self.nowhere, self._longest() + self.block)
+        if self.graphs is None:
+            self._step(end)
+            return
+        end = min(self.nowhere, -(-end // END_STEP) * END_STEP)
+        name = str(end)
+        if name not in self.graphs.graphs and name not in self.graphs.plain:
+            state = [part.clone() for part in (self.anchors, self.lengths, self.answered)]
+            capture = not waits_for_the_host(lambda: self._step(end))
+            self.graphs.prepare(name, lambda: self._step(end), capture, warm_up=1 if capture else 0)
+            # what ran so far wrote its keys where the real cycle writes the same again
+            for part, before in zip((self.anchors, self.lengths, self.answered), state, strict=True):
+                part.copy_(before)
+        self.graphs.run(name)
+
+    def _longest(self) -> int:
+        """Tokens with a state of the longest row."""
+        pairs = [(self.prompts[number], self.responses[number]) for number in self.prompt_of if number is not None]
+        return max(len(prompt) + len(response.output_ids) for prompt, response in pairs) - 1
+
+    def _step(self, end: int) -> None:
+        """Draft, verify, choose; `outcome` gets the target's own tokens, their rivals and how many drafts it took."""
+        slots = torch.arange(self.block, device=self.anchors.device)
+        positions = (self.lengths[:, None] + slots).clamp(max=self.nowhere)
+        tokens = self.anchors[:, None]
+        if self.drafter is not None:
+            proposal = self._draft(self.drafter, positions, end)
+            tokens = torch.cat((tokens, proposal), 1)
+        logits = self.cache.step(tokens, positions, end)
+        places = (self.answered[:, None] + slots).clamp(max=self.uniforms.shape[1] - 1)
+        own, rivals = self.sampling.choose(logits, self.uniforms[self.number[:, None], places])
+        taken = torch.zeros_like(self.anchors)
+        if self.drafter is not None:
+            taken = (tokens[:, 1:] == own[:, :-1]).long().cumprod(1).sum(1)
+            # all B tokens get context; what was rejected lies behind the context's end, where the next block writes
+            rows = torch.arange(len(tokens), device=tokens.device)
+            self.drafts.append(self.drafter, rows, self.target.taps_RTF(), positions, self.rope)
+        self.outcome.copy_(torch.cat((own, rivals, taken[:, None]), 1))
+        self.anchors.copy_(own.gather(1, taken[:, None])[:, 0])
+        self.lengths.add_(taken + 1)
+        self.answered.add_(taken + 1)
+
+    def _draft(self, drafter: Drafter, positions_RB: Tensor, end: int) -> Tensor:
+        """The proposed tokens [R, B-1] behind the anchors; always the drafter's argmax."""
+        config, cache, rope = drafter.config, self.drafts, self.rope(positions_RB)
+        rows = torch.arange(len(positions_RB), device=positions_RB.device)
+        embed, factor = self.target.embed_VH, self.target.spec.embed_factor
+        hidden = embed_blocks(embed, factor, self.anchors, config.mask_token_id, config.block_size)
+        mask = (torch.arange(end, device=rows.device) < self.lengths[:, None] + config.block_size)[:, None, None]
+        for number, layer in enumerate(drafter.all_layers()):
+
+            def attend(q: Tensor, _k: Tensor, _v: Tensor, keys: Tensor, values: Tensor, number: int = number) -> Tensor:
+                cache.write(number, rows, positions_RB, keys, values)
+                k, v = (part[number][:, :end].transpose(1, 2) for part in (cache.keys, cache.values))
+                return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=True).transpose(1, 2)
+
+            hidden = layer(hidden, rope, (cache.keys, cache.values), attend)
+        return self.target.head.logits(drafter.norm(hidden)[:, 1:]).argmax(dim=-1)
+
+    def _collect(self, outcome: list[list[int]]) -> None:
+        """The cycle's tokens into the answers."""
+        for row, values in enumerate(outcome):
+            if self.prompt_of[row] is not None:
+                new = values[-1] + 1
+                self._add(row, values[:new], values[self.block : self.block + new], cycle=self.drafter is not None)
+
+    def _add(self, row: int, tokens: list[int], rivals: list[int], cycle: bool = False) -> None:
+        number = self.prompt_of[row]
+        assert number is not None
+        response = self.responses[number]
+        kept, ended = kept_tokens(tokens, self.limits[number] - len(response.output_ids), self.stop_ids)
+        response.output_ids.extend(kept)
+        response.rivals.extend(rivals[: len(kept)])
+        if cycle:
+            response.acceptance_lengths.append(len(kept))
+            _count(response, good=len(tokens) - 1, kept=len(kept))
+        if ended:
+            self.prompt_of[row] = None
+
+
+def rows_that_fit(target: TappedTarget, positions: int) -> int:
+    """Rows whose keys and values take half of a GPU's free memory; the forwards need the rest. No limit on a CPU."""
+    if target.device.type != "cuda":
+        return 1 << 30
+    free, _ = torch.cuda.mem_get_info(target.device)
+    return max(1, free // 2 // (positions * target.bytes_per_token))
 
 
 def _count(response: Response, good: int, kept: int) -> None:
@@ -183,25 +329,3 @@ def _count(response: Response, good: int, kept: int) -> None:
     for slot in range(len(response.drafted) if whole else kept):
         response.drafted[slot] += 1
         response.accepted[slot] += slot < good
-
-
-@torch.inference_mode()
-def first_difference(
-    target: TappedTarget, prompt_ids: Sequence[int], output: Sequence[int], baseline: Sequence[int], ulps: float = 2.0
-) -> str:
-    """How a greedy output compares with the target's own: `identical`, `ties` or `wrong`.
-
-    A tie: at the first difference the target's logits of the two tokens lie within `ulps` units in the last place of
-    their dtype, so rounding in another batch shape decides. Lengths that differ without a tie before are wrong.
-    """
-    if list(output) == list(baseline):
-        return "identical"
-    pairs = zip(output, baseline, strict=False)
-    where = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
-    if where is None:
-        return "wrong"
-    ids = torch.tensor([[*prompt_ids, *baseline[:where]]], device=target.device)
-    logits = target.logits(ids, keep=1)[0, -1]
-    ours, own = logits[output[where]].float(), logits[baseline[where]].float()
-    ulp = torch.finfo(logits.dtype).eps * 2 ** torch.floor(torch.log2(torch.maximum(ours.abs(), own.abs())))
-    return "ties" if (own - ours).abs() <= ulps * ulp else "wrong"

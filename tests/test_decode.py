@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from dflash.caches import TappedTarget, TargetCache
+from dflash.caches import TappedTarget
 from dflash.checkpoint import load_drafter
 from dflash.decode import (
     Response,
     Sampling,
+    best_and_rival,
     decode_plain,
     decode_speculative,
     first_difference,
@@ -130,15 +131,23 @@ def test_sampling_keeps_the_targets_distribution(pair: tuple) -> None:
     assert chi < freedom + 4 * (2 * freedom) ** 0.5
 
 
-def test_a_difference_is_a_tie_only_within_rounding(pair: tuple) -> None:
-    target, _ = pair
-    case = CASES[0]
-    own = case["output"][len(case["prompt"]) :]
-    assert first_difference(target, case["prompt"], own, own) == "identical"
-    other = [*own[:5], (own[5] + 1) % 256, *own[6:]]
-    assert first_difference(target, case["prompt"], other, own) == "wrong"
-    assert first_difference(target, case["prompt"], other, own, ulps=1e9) == "ties"
-    assert first_difference(target, case["prompt"], own[:-1], own) == "wrong"
+def test_a_difference_is_a_tie_only_where_one_run_had_the_others_token_within_rounding() -> None:
+    own = Response(output_ids=[4, 5, 6], rivals=[-1, 9, -1])
+    assert first_difference(Response(output_ids=[4, 5, 6], rivals=[-1] * 3), own) == "identical"
+    assert first_difference(Response(output_ids=[4, 9, 8], rivals=[-1] * 3), own) == "ties"
+    assert first_difference(Response(output_ids=[4, 8, 8], rivals=[-1, 5, -1]), own) == "ties"
+    assert first_difference(Response(output_ids=[4, 8, 8], rivals=[-1, 7, -1]), own) == "wrong"
+    assert first_difference(Response(output_ids=[7, 5, 6], rivals=[5, -1, -1]), own) == "wrong"
+    assert first_difference(Response(output_ids=[4, 5], rivals=[-1] * 2), own) == "wrong"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rival_is_the_second_best_token_within_two_units_in_the_last_place(dtype: torch.dtype) -> None:
+    ulp = torch.finfo(dtype).eps * 16  # of numbers between 16 and 32
+    logits = torch.tensor([[[20.0, 3, 20.0 - 2 * ulp, -1], [20.0, 3, 20.0 - 3 * ulp, -1], [7, -20, 0, 7]]], dtype=dtype)
+    best, rival = best_and_rival(logits)
+    assert best.tolist() == [[0, 0, 0]]
+    assert rival.tolist() == [[2, -1, 3]]
 
 
 def test_kept_tokens_cuts_at_limit_and_stop() -> None:
@@ -149,7 +158,7 @@ def test_kept_tokens_cuts_at_limit_and_stop() -> None:
 
 
 def test_a_batch_gives_what_each_prompt_gives_alone(pair: tuple) -> None:
-    """Rows of different lengths, limits and ends, with so many holes that the cache is compacted."""
+    """Rows of different lengths, limits and ends."""
     target, drafter = pair
     prompts = [case["prompt"] for case in CASES]
     limits = [64, 30, 64, 5, 64, 1]
@@ -160,13 +169,29 @@ def test_a_batch_gives_what_each_prompt_gives_alone(pair: tuple) -> None:
     assert [response.output_ids for response in ours] == [response.output_ids for response in alone]
 
 
-def test_the_cache_is_compacted_when_holes_outweigh_it(pair: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_a_free_row_takes_the_next_prompt(pair: tuple, rows: int) -> None:
+    """What an earlier prompt left in a row's caches is never seen."""
     target, drafter = pair
     prompts = [case["prompt"] for case in CASES]
-    expected = decode_speculative(target, drafter, prompts, [64] * len(prompts))
-    calls = []
-    compact = TargetCache._compact
-    monkeypatch.setattr("dflash.caches.HOLES_ALLOWED", 0)
-    monkeypatch.setattr(TargetCache, "_compact", lambda self: (calls.append(self.valid.shape), compact(self)))
-    assert decode_speculative(target, drafter, prompts, [64] * len(prompts)) == expected
-    assert calls
+    limits = [20, 64, 1, 33, 64, 7]
+    stop = (CASES[2]["output"][len(prompts[2]) + 40],)
+    expected = decode_speculative(target, drafter, prompts, limits, stop)
+    assert decode_speculative(target, drafter, prompts, limits, stop, rows=rows) == expected
+    plain_ids = [response.output_ids for response in decode_plain(target, prompts, limits, stop, rows=rows)]
+    assert plain_ids == [response.output_ids for response in expected]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+def test_the_same_numbers_draw_the_same_answer_with_and_without_a_drafter(pair: tuple, temperature: float) -> None:
+    target, drafter = pair
+    prompts = [case["prompt"] for case in CASES]
+
+    def sampling() -> Sampling:
+        return Sampling(temperature=temperature, generator=torch.Generator().manual_seed(5))
+
+    own = decode_plain(target, prompts, [40] * len(prompts), (), sampling())
+    ours = decode_speculative(target, drafter, prompts, [40] * len(prompts), (), sampling(), rows=4)
+    assert [len(response.output_ids) for response in ours] == [40] * len(prompts)
+    assert [response.output_ids for response in ours] == [response.output_ids for response in own]
+    assert len({tuple(response.output_ids) for response in own}) == len(prompts)

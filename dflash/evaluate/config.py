@@ -18,7 +18,7 @@ class EvalConfig:
     temperature: float = setting(0.0, "0 decodes greedily, more samples.")
     limit: int | None = setting(None, "Use only the first N prompts.")
     seed: int = setting(0, "Seeds the sampling.")
-    batch_size: int | None = setting(None, "Prompts decoded at once: 128 on a GPU, 8 on a CPU.")
+    batch_size: int | None = setting(None, "Prompts decoded at once, memory permitting: 256 on a GPU, 8 on a CPU.")
     details: bool = setting(False, "Add every response with its cycles to the result.")
     dtype: str | None = setting(
         None, "Of target and drafter; the checkpoint's own unless given.", choices=("float32", "bfloat16", "float16")

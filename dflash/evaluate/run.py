@@ -35,7 +35,7 @@ from dflash.threads import set_threads
 
 ReadPrompts = Callable[[Sequence[str], int | None], list[Any]]
 RenderPrompt = Callable[..., list[int]]
-BATCH_SIZE = {"cuda": 128, "cpu": 8}
+BATCH_SIZE = {"cuda": 256, "cpu": 8}
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,6 @@ def batches(
     Between two turns stand the target's own answers, which the caller adds to `turns`.
     """
     size = config.batch_size or BATCH_SIZE[pair.target.device.type]
-    size = size if pair.target.batchable else 1
     histories: list[list[Any]] = [[] for _ in prompts]
     for number in range(max(max(1, len(prompt.turns)) for prompt in prompts)):
         latest = {turn.prompt: turn for turn in turns}
@@ -180,7 +179,7 @@ def answer(batch: list[tuple[int, list[int]]], pair: Pair, config: EvalConfig, c
     for (number, ids), mine, theirs in zip(batch, ours, own, strict=True):
         verdict = None
         if config.temperature == 0:
-            verdict = first_difference(pair.target, ids, mine.output_ids, theirs.output_ids)
+            verdict = first_difference(mine, theirs)
         turns.append(Turn(number, ids, mine, theirs, verdict))
     return turns
 
