@@ -14,6 +14,7 @@ from dflash.config import REQUIRED, setting
 from dflash.data.config import DataConfig, RegenerateConfig
 from dflash.evaluate.config import EvalConfig
 from dflash.extract.config import ExtractConfig
+from dflash.report.config import ReportConfig
 from dflash.train.config import ExportConfig, TrainConfig
 
 LIBRARIES = ("torch", "transformers", "zarr", "numcodecs", "numpy")
@@ -181,3 +182,19 @@ def verify(config: VerifyConfig) -> Result:
     from dflash.store import verify
 
     return verify(config.store, repair=config.repair, rebuild_index=config.rebuild_index)
+
+
+@command(
+    "report",
+    ReportConfig,
+    brief="Charts and tables of runs and stores, as one page.",
+    example="dflash report runs/first",
+)
+def report(config: ReportConfig) -> Result:
+    """Show runs side by side, and stores, as one HTML page with its charts as PNG files.
+
+    Results of `dflash eval --json` that lie in RUN/eval/NAME.json appear as evaluation set NAME.
+    """
+    from dflash.report.build import report
+
+    return report(config)

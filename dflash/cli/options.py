@@ -102,7 +102,8 @@ class ConfigCommand(click.Command):
         parameters: list[click.Parameter] = []
         for one in self.settings.values():
             if one.positional:
-                parameters.append(click.Argument([one.name], required=False, metavar=one.metavar or one.name.upper()))
+                metavar, count = one.metavar or one.name.upper(), -1 if one.many else 1
+                parameters.append(click.Argument([one.name], required=False, metavar=metavar, nargs=count))
             else:
                 parameters.append(SettingOption(one))
         parameters.append(
