@@ -4,6 +4,10 @@ The rule (DFlash paper, section 4; SpecForge #455 for what happens without it): 
 own row at positions STRICTLY before its block's anchor, and every token of its own block; nothing else. The anchor's
 own state does not exist yet when a server drafts, so a drafter that saw it in training would be worthless.
 
+A sliding layer with window W hides more, as servers run such layers (SGLang and vLLM treat `sliding_attention` as
+causal decoder attention): the query at position p sees position k only while p - W < k <= p, in the context and in its
+own block.
+
 `attend_rows` loops over rows and sees only a row's context and its own blocks (the CPU's way, also without capture).
 A dense mask over everything exists in the tests only.
 
@@ -53,7 +57,9 @@ def row_spans(anchors_A: Tensor, rows: int, ceiling: int) -> list[RowSpan]:
 def attend_rows(spans: Sequence[RowSpan], positions_A: Tensor, block_size: int) -> Attend:
     """Attention row by row; `positions_A` are the anchors' positions inside their rows."""
 
-    def attend(q_NQD: Tensor, k_SGD: Tensor, v_SGD: Tensor, block_k: Tensor, block_v: Tensor) -> Tensor:
+    def attend(
+        q_NQD: Tensor, k_SGD: Tensor, v_SGD: Tensor, block_k: Tensor, block_v: Tensor, window: int | None = None
+    ) -> Tensor:
         pieces = []
         for span in spans:
             context = slice(span.start, span.start + span.length)
@@ -65,7 +71,14 @@ def attend_rows(spans: Sequence[RowSpan], positions_A: Tensor, block_size: int) 
                 block = slice(first * block_size, last * block_size)
                 pieces.append(
                     attend_blocks(
-                        q_NQD[block], k_LGD, v_LGD, block_k[block], block_v[block], positions_A[first:last], block_size
+                        q_NQD[block],
+                        k_LGD,
+                        v_LGD,
+                        block_k[block],
+                        block_v[block],
+                        positions_A[first:last],
+                        block_size,
+                        window,
                     )
                 )
         return torch.cat(pieces)
@@ -81,6 +94,7 @@ def attend_blocks(
     block_v: Tensor,
     positions_A: Tensor,  # [a] anchor positions in the row
     block_size: int,
+    window: int | None = None,
 ) -> Tensor:
     """Softmax over [context before the anchor | own block], as two products; returns [N, Q, D]."""
     tokens, heads, dim = q_NQD.shape
@@ -93,8 +107,13 @@ def attend_blocks(
     s_own = (q_GxABD @ k_own.transpose(-1, -2)).to(wide)  # [G, x, a, B, B]
     q_GMD = q_GxABD.reshape(groups, -1, dim)  # one product a key head: M = x·a·B
     s_context = (q_GMD @ k_LGD.permute(1, 2, 0)).to(wide).view(*s_own.shape[:-1], length)  # [G, x, a, B, L]
-    visible = torch.arange(length, device=q_NQD.device) < positions_A[:, None]  # [a, L]
-    s_context = s_context.masked_fill(~visible[:, None], float("-inf"))
+    visible = torch.arange(length, device=q_NQD.device) < positions_A[:, None, None]  # [a, 1, L]
+    if window is not None:
+        slots = torch.arange(block_size, device=q_NQD.device)
+        oldest = positions_A[:, None] + slots - window  # [a, B], just out of sight
+        visible = visible & (torch.arange(length, device=q_NQD.device) > oldest[..., None])
+        s_own = s_own.masked_fill(slots > slots[:, None], float("-inf"))
+    s_context = s_context.masked_fill(~visible, float("-inf"))
     weights = torch.cat((s_context, s_own), dim=-1).softmax(dim=-1).to(q_NQD.dtype)
     w_context, w_own = weights.split((length, block_size), dim=-1)
     out = w_own @ v_own

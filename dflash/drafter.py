@@ -11,6 +11,7 @@ Q query heads, G key/value heads, D head dimension. Tensor names of the module a
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Rope = tuple[Tensor, Tensor]  # cos, sin: [tokens, 1, D]
-#: attend(q_NQD, context keys and values [S, G, D], block keys and values [N, G, D]) -> [N, Q, D]
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+#: attend(q_NQD, context keys and values [S, G, D], block keys and values [N, G, D]) -> [N, Q, D]; where a layer slides
+#: it is called with `window=W` besides
+Attend = Callable[..., Tensor]
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,21 @@ class DrafterConfig:
     taps: tuple[int, ...]
     num_target_layers: int
     mask_token_id: int
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] = ()  # of each layer; empty: all full
+
+    def __post_init__(self) -> None:
+        # JSON has lists; a drafter without windows has one spelling, or two equal ones would differ
+        sliding = self.sliding_window is not None and SLIDING in self.layer_types
+        object.__setattr__(self, "taps", tuple(self.taps))
+        object.__setattr__(self, "layer_types", tuple(self.layer_types) if sliding else ())
+        object.__setattr__(self, "sliding_window", self.sliding_window if sliding else None)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Each layer's window (dflash/attention.py says what it hides); None where attention is full."""
+        kinds = self.layer_types or (FULL,) * self.num_layers
+        return tuple(self.sliding_window if kind == SLIDING else None for kind in kinds)
 
 
 class Attention(nn.Module):
@@ -118,8 +136,8 @@ class Drafter(nn.Module):
 
     def blocks(self, x_NH: Tensor, rope: Rope, context_kv: list[tuple[Tensor, Tensor]], attend: Attend) -> Tensor:
         """Run embedded block tokens [N, H] through the layers; returns normed hidden states [N, H]."""
-        for layer, layer_kv in zip(self.all_layers(), context_kv, strict=True):
-            x_NH = layer(x_NH, rope, layer_kv, attend)
+        for layer, layer_kv, window in zip(self.all_layers(), context_kv, self.config.windows, strict=True):
+            x_NH = layer(x_NH, rope, layer_kv, attend if window is None else partial(attend, window=window))
         return self.norm(x_NH)
 
     def forward(self, taps_SF: Tensor, rope_S: Rope, x_NH: Tensor, rope_N: Rope, attend: Attend) -> Tensor:

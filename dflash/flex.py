@@ -29,23 +29,28 @@ def anchors_per_tile(block_size: int) -> int:
     return TILE // math.gcd(TILE, block_size)
 
 
-def block_mask(low_A: Tensor, high_A: Tensor, context: int, block_size: int) -> BlockMask:
+def block_mask(low_A: Tensor, high_A: Tensor, context: int, block_size: int, window: int | None = None) -> BlockMask:
     """The block mask of `context` + A·B keys.
 
     Args:
         low_A, high_A: int64 [A], the visible range of the flat context; equal where a block sees none.
         context: S, a multiple of 128.
+        window: of a sliding layer (dflash/attention.py); at least the block size.
     """
     anchors = low_A.shape[0]
     queries = anchors * block_size
     assert context % TILE == 0, "the context is padded to whole tiles"
     assert queries % TILE == 0, "anchors are padded to whole tiles"
-    visible, full = tile_kinds(low_A, high_A, context, block_size)
+    visible, full = tile_kinds(low_A, high_A, context, block_size, window)
 
     def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         anchor = query // block_size
         before = (key >= low_A[anchor]) & (key < high_A[anchor])
-        return before | (key - context).div(block_size, rounding_mode="floor").eq(anchor)
+        own = (key - context).div(block_size, rounding_mode="floor").eq(anchor)
+        if window is None:
+            return before | own
+        near = key > high_A[anchor] + query % block_size - window
+        return (before & near) | (own & (key - context <= query))
 
     partial_count, partial_order = _listed(visible & ~full)
     full_count, full_order = _listed(full)
@@ -66,7 +71,9 @@ def _listed(kind_TU: Tensor) -> tuple[Tensor, Tensor]:
     return kind_TU.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
 
 
-def tile_kinds(low_A: Tensor, high_A: Tensor, context: int, block_size: int) -> tuple[Tensor, Tensor]:
+def tile_kinds(
+    low_A: Tensor, high_A: Tensor, context: int, block_size: int, window: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Bool [T, U] each: tiles with anything visible, and tiles that are visible throughout."""
     device, anchors = low_A.device, low_A.shape[0]
     tiles = anchors * block_size // TILE
@@ -75,22 +82,37 @@ def tile_kinds(low_A: Tensor, high_A: Tensor, context: int, block_size: int) -> 
     width = (TILE - 1) // block_size + 2  # anchors that one tile can touch
     members = torch.minimum(first[:, None] + torch.arange(width, device=device), last[:, None])
     low, high = low_A[members][..., None], high_A[members][..., None]  # [T, width, 1]
-    start = torch.arange(context // TILE, device=device) * TILE
-    seen = ((low < start + TILE) & (high > start) & (low < high)).any(1)
-    whole = ((low <= start) & (high >= start + TILE)).all(1)
+    widest, narrowest = low, low  # from where the tile's first and last slot of each block see
     own_start = torch.arange(tiles, device=device) * TILE
+    if window is not None:
+        begin = members * block_size
+        slots = [
+            (own_start[:, None] - begin).clamp(min=0),
+            (own_start[:, None] + TILE - 1 - begin).clamp(max=block_size - 1),
+        ]
+        widest, narrowest = (torch.maximum(low, high + slot[..., None] - window + 1) for slot in slots)
+    start = torch.arange(context // TILE, device=device) * TILE
+    seen = ((widest < start + TILE) & (high > start) & (widest < high)).any(1)
+    whole = ((narrowest <= start) & (high >= start + TILE)).all(1)
     own = (own_start < (last[:, None] + 1) * block_size) & (own_start + TILE > first[:, None] * block_size)
+    if window is not None:  # causal in the block: no tile behind the queries' own
+        own = own & (own_start <= own_start[:, None])
     return torch.cat((seen, own), 1), torch.cat((whole, torch.zeros_like(own)), 1)
 
 
-def attend_flex(mask: BlockMask) -> Attend:
-    """Attention under `mask`; meant to run compiled, else torch materialises the scores."""
+def attend_flex(mask: BlockMask, sliding: BlockMask | None = None) -> Attend:
+    """Attention under `mask`, of a sliding layer under `sliding`; meant to run compiled, else torch materialises the
+    scores."""
 
-    def attend(q_NQD: Tensor, k_SGD: Tensor, v_SGD: Tensor, block_k: Tensor, block_v: Tensor) -> Tensor:
+    def attend(
+        q_NQD: Tensor, k_SGD: Tensor, v_SGD: Tensor, block_k: Tensor, block_v: Tensor, window: int | None = None
+    ) -> Tensor:
         q = q_NQD.transpose(0, 1)[None]
         k = torch.cat((k_SGD, block_k)).transpose(0, 1)[None]
         v = torch.cat((v_SGD, block_v)).transpose(0, 1)[None]
-        out = flex_attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+        out = flex_attention(
+            q, k, v, block_mask=mask if window is None else sliding, enable_gqa=q.shape[1] != k.shape[1]
+        )
         assert isinstance(out, Tensor)
         return out[0].transpose(0, 1)
 

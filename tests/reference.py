@@ -20,9 +20,14 @@ def dense_blocks(
     slots = (anchors_A[:, None] + torch.arange(block)).flatten()
     owner = torch.arange(len(anchors)).repeat_interleave(block)
     sees_context = torch.arange(context) < anchors_A[owner][:, None]
-    mask = torch.cat((sees_context, owner[:, None] == owner), dim=1)
+    full = torch.cat((sees_context, owner[:, None] == owner), dim=1)
+    key_positions = torch.cat((torch.arange(context), slots))
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, block_k: Tensor, block_v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, block_k: Tensor, block_v: Tensor, window: int | None = None) -> Tensor:
+        mask = full
+        if window is not None:
+            back = slots[:, None] - key_positions
+            mask = full & (back >= 0) & (back < window)
         keys, values = torch.cat((k, block_k)), torch.cat((v, block_v))
         repeat = q.shape[1] // keys.shape[1]
         keys, values = keys.repeat_interleave(repeat, 1), values.repeat_interleave(repeat, 1)

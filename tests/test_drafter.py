@@ -9,7 +9,16 @@ from safetensors.torch import load_file
 
 from dflash.attention import attend_rows, row_spans
 from dflash.checkpoint import load_drafter
-from dflash.drafter import Drafter, DrafterConfig, RopeTable, embed_blocks, initialise, rope_frequencies
+from dflash.drafter import (
+    FULL,
+    SLIDING,
+    Drafter,
+    DrafterConfig,
+    RopeTable,
+    embed_blocks,
+    initialise,
+    rope_frequencies,
+)
 from dflash.loss import Head
 
 VECTORS = Path(__file__).parent / "assets" / "vectors"
@@ -57,11 +66,15 @@ def test_forward_and_logits_equal_the_public_reference() -> None:
     assert (logits - expected_logits).abs().max() <= 1e-5 * expected_logits.abs().max()
 
 
+@pytest.mark.parametrize("layer_types", [(), (SLIDING, FULL)], ids=["full", "sliding"])
 @pytest.mark.parametrize("block_size", [4, 5, 16])
-def test_rows_equal_a_dense_mask_in_fp64(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_equal_a_dense_mask_in_fp64(
+    block_size: int, layer_types: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("dflash.attention.SCORES_AT_ONCE", 6 * block_size * 40)  # several chunks of anchors a row
     torch.manual_seed(block_size)
-    drafter = Drafter(small_config(block_size=block_size)).double()
+    config = small_config(block_size=block_size, layer_types=layer_types, sliding_window=18)
+    drafter = Drafter(config).double()
     initialise(drafter, seed=1)
     with torch.no_grad():
         for parameter in drafter.parameters():
@@ -72,6 +85,17 @@ def test_rows_equal_a_dense_mask_in_fp64(block_size: int, monkeypatch: pytest.Mo
     out = run_rows(drafter, taps, ids, anchors, embed)
     expected = torch.cat([dense_blocks(drafter, taps[r], ids[r], a, embed) for r, a in enumerate(anchors) if a])
     assert torch.allclose(out, expected, rtol=1e-10, atol=1e-10)
+    if layer_types:
+        drafter.config = small_config(block_size=block_size)
+        assert not torch.allclose(out, run_rows(drafter, taps, ids, anchors, embed))
+
+
+def test_a_config_without_a_sliding_layer_has_one_spelling() -> None:
+    assert small_config(layer_types=[FULL, FULL], sliding_window=64) == small_config()
+    assert small_config().windows == (None, None)
+    mixed = small_config(layer_types=[SLIDING, FULL], sliding_window=64, taps=[1, 2])
+    assert mixed.windows == (64, None)
+    assert mixed == small_config(layer_types=(SLIDING, FULL), sliding_window=64)
 
 
 def test_context_at_and_after_the_anchor_is_invisible() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from dflash.attention import attend_rows, row_spans
 from dflash.flex import TILE, anchors_per_tile, attend_flex, block_mask, round_up, tile_kinds
@@ -18,31 +18,43 @@ def ranges(rows: int, ceiling: int, block_size: int, live: int, seed: int) -> tu
     return flat, low, high, round_up(rows * ceiling, TILE)
 
 
-def dense(low: torch.Tensor, high: torch.Tensor, context: int, block_size: int) -> torch.Tensor:
+def dense(
+    low: torch.Tensor, high: torch.Tensor, context: int, block_size: int, window: int | None = None
+) -> torch.Tensor:
     queries = len(low) * block_size
-    anchor = torch.arange(queries) // block_size
+    anchor, slot = torch.arange(queries) // block_size, torch.arange(queries) % block_size
     keys = torch.arange(context + queries)
     before = (keys >= low[anchor][:, None]) & (keys < high[anchor][:, None])
-    return before | ((keys >= context) & ((keys - context) // block_size == anchor[:, None]))
+    own = (keys >= context) & ((keys - context) // block_size == anchor[:, None])
+    if window is None:
+        return before | own
+    position = high[anchor] + slot  # flat, as the keys' are
+    key_position = torch.cat((torch.arange(context), position))
+    back = position[:, None] - key_position
+    return (before | own) & (back >= 0) & (back < window)
 
 
+@pytest.mark.parametrize("window", [None, 32, 150])
 @pytest.mark.parametrize("block_size", [4, 5, 8, 10, 16, 32])
 @pytest.mark.parametrize(("rows", "ceiling"), [(1, 700), (4, 200), (9, 33)])
-def test_tiles_equal_a_dense_mask(block_size: int, rows: int, ceiling: int) -> None:
+def test_tiles_equal_a_dense_mask(block_size: int, rows: int, ceiling: int, window: int | None) -> None:
     _, low, high, context = ranges(rows, ceiling, block_size, 41, seed=block_size + rows)
-    mask = dense(low, high, context, block_size)
+    mask = dense(low, high, context, block_size, window)
     tiles = mask.view(mask.shape[0] // TILE, TILE, -1, TILE).permute(0, 2, 1, 3).flatten(2)
-    visible, full = tile_kinds(low, high, context, block_size)
+    visible, full = tile_kinds(low, high, context, block_size, window)
     assert torch.equal(visible, tiles.any(-1))
     # own tiles are always treated as partial: with blocks of 128 they could be full, which only costs a comparison
     assert torch.equal(full[:, : context // TILE], tiles.all(-1)[:, : context // TILE])
 
 
+@pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("block_size", [8, 10])
-def test_the_block_mask_is_the_one_torch_would_build(block_size: int) -> None:
+def test_the_block_mask_is_the_one_torch_would_build(block_size: int, window: int | None) -> None:
     _, low, high, context = ranges(3, 250, block_size, 50, seed=1)
-    ours = block_mask(low, high, context, block_size)
-    wanted = dense(low, high, context, block_size)
+    ours = block_mask(low, high, context, block_size, window)
+    wanted = dense(low, high, context, block_size, window)
+    elementwise = create_mask(ours.mask_mod, None, None, *wanted.shape, device="cpu")[0, 0]
+    assert torch.equal(elementwise, wanted)
     theirs = create_block_mask(
         lambda b, h, q, k: wanted[q, k], None, None, *wanted.shape, device="cpu", BLOCK_SIZE=TILE
     )
@@ -53,7 +65,8 @@ def test_the_block_mask_is_the_one_torch_would_build(block_size: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_flex_under_the_mask_equals_attention_row_by_row() -> None:
+@pytest.mark.parametrize("window", [None, 21])
+def test_flex_under_the_mask_equals_attention_row_by_row(window: int | None) -> None:
     torch.manual_seed(0)
     rows, ceiling, block_size, live, heads, groups, dim = 3, 100, 8, 19, 6, 2, 16
     flat, low, high, context = ranges(rows, ceiling, block_size, live, seed=3)
@@ -65,10 +78,11 @@ def test_flex_under_the_mask_equals_attention_row_by_row() -> None:
     )
     k, v = torch.randn(context, groups, dim), torch.randn(context, groups, dim)
     with torch.no_grad():
-        ours = attend_flex(block_mask(low, high, context, block_size))(q, k, v, block_k, block_v)
+        masks = block_mask(low, high, context, block_size), block_mask(low, high, context, block_size, window)
+        ours = attend_flex(*masks)(q, k, v, block_k, block_v, window=window)
     part = slice(0, live * block_size)
     plain = attend_rows(row_spans(flat, rows, ceiling), flat % ceiling, block_size)(
-        q[part], k, v, block_k[part], block_v[part]
+        q[part], k, v, block_k[part], block_v[part], window=window
     )
     assert torch.allclose(ours[part], plain, atol=1e-5)
     assert torch.isfinite(ours).all()

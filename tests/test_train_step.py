@@ -51,10 +51,17 @@ def objective(**changes: object) -> Objective:
     return Objective(**(fields | changes))
 
 
+def chosen(mask_RC: torch.Tensor, batch: Batch, anchors: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The step's anchors among supervised positions with a supervised successor."""
+    valid = mask_RC & torch.nn.functional.pad(mask_RC[:, 1:], (0, 1))
+    score = scores(9, STEP, batch.documents[:, None], torch.arange(CEILING))
+    return choose(valid.flatten(), score.flatten(), anchors)
+
+
 def reference(model: Model, batch: Batch, goal: Objective, anchors: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Numerator (differentiable) and denominator, block by block."""
     mask = (batch.loss_mask > 0) & (torch.arange(CEILING) < batch.lengths[:, None])
-    flat, live = choose(mask, scores(9, STEP, batch.documents, CEILING), anchors)
+    flat, live = chosen(mask, batch, anchors)
     numerator, denominator = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for index in flat[live].tolist():
         row, position = divmod(index, CEILING)
@@ -112,7 +119,7 @@ def test_context_at_and_after_every_anchor_changes_nothing() -> None:
     mask[0, 12:] = 1
     batch = replace(batch, loss_mask=mask)
     model = make_model()
-    flat, _ = choose(mask > 0, scores(9, STEP, batch.documents, CEILING), 1)
+    flat, _ = chosen(mask > 0, batch, 1)
     anchor = int(flat[0])
     clean, _ = micro_loss(model, batch, objective(), 1, 9, STEP)
     for first, same in ((anchor, True), (anchor - 1, False)):

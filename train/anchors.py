@@ -4,7 +4,7 @@ A position is a valid anchor when it and the next are supervised tokens of the d
 from a stateless hash of (seed, step, document, position); the highest A valid ones are taken and sorted. So anchors
 do not depend on ranks, batch layout, ceiling or device, and a resumed run chooses the same.
 
-Axes: R rows, C context positions of a row (the ceiling, or less in the eager loop), S = R·C, A anchors.
+Axes: S flat context positions of all rows, A anchors.
 """
 
 import torch
@@ -27,23 +27,25 @@ def mix(x: Tensor) -> Tensor:
     return x ^ _shift(x, 31)
 
 
-def scores(seed: int, step: Tensor, documents_R: Tensor, ceiling: int) -> Tensor:
-    """A non-negative int64 score for every (document, position), [R, C]. `step` is a scalar int64 tensor."""
-    key = mix(mix(torch.full_like(step, seed) + GOLDEN) + step)
-    rows = mix(documents_R + key)
-    positions = torch.arange(ceiling, device=documents_R.device)
-    return _shift(mix(rows[:, None] + positions), 1)
+def scores(seed: int, step: Tensor, documents: Tensor, positions: Tensor) -> Tensor:
+    """A non-negative int64 score for every (document, position), of the shape that the two broadcast to.
 
-
-def choose(supervised_RC: Tensor, score_RC: Tensor, anchors: int) -> tuple[Tensor, Tensor]:
-    """Flat anchors row · C + position, int64 [A], ascending, and which of them are live, bool [A].
-
-    Where fewer positions are valid, the rest are dummies behind the live ones with flat index S.
+    `step` is a scalar int64 tensor.
     """
-    valid = supervised_RC.clone()
-    valid[:, :-1] &= supervised_RC[:, 1:]
-    valid[:, -1] = False
-    score_S = torch.where(valid, score_RC, -1).flatten()
-    best = torch.topk(score_S, min(anchors, score_S.numel()))
-    flat = torch.where(best.values >= 0, best.indices, score_S.numel()).sort().values
-    return flat, flat < score_S.numel()
+    key = mix(mix(torch.full_like(step, seed) + GOLDEN) + step)
+    return _shift(mix(mix(documents + key) + positions), 1)
+
+
+def choose(valid_S: Tensor, score_S: Tensor, anchors: int, most: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Flat anchors int64 [A], ascending, and which of them are live, bool [A].
+
+    Where fewer positions are valid, or than A are wanted (`most`, a scalar tensor), the rest are dummies behind the
+    live ones with flat index S.
+    """
+    total = valid_S.numel()
+    best = torch.topk(torch.where(valid_S, score_S, -1), min(anchors, total))  # highest first
+    live = best.values >= 0
+    if most is not None:
+        live = live & (torch.arange(best.values.numel(), device=valid_S.device) < most)
+    flat = torch.where(live, best.indices, total).sort().values
+    return flat, flat < total

@@ -1,7 +1,9 @@
 """The micro-step: one batch of one bucket, from stored rows to accumulated gradients and sums.
 
 Everything is arithmetic on tensors of shapes that follow from (R, C, A, B) alone; stale bytes behind a row's
-length never count. The eager runner of this file may crop a batch to its longest row and drop dummy anchors.
+length never count. The eager runner of this file may crop a batch to its longest row and drop dummy anchors. Rows
+are flattened: where a flat position lies (`places`) may itself be a value on the device, so that one shape serves
+rows of any ceiling (--graph budget).
 
 Axes: R rows, C context positions, S = R·C, K taps, H hidden, A anchors, B block, J = B-1 scored slots.
 """
@@ -15,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dflash.attention import attend_rows, row_spans
-from dflash.drafter import Attend, Drafter, RopeTable, embed_blocks
+from dflash.drafter import Attend, Drafter, Rope, RopeTable, embed_blocks
 from dflash.loss import Head, LossSums, Teacher, block_loss, slots_that_count
 from dflash.store import Store
 from dflash.train.anchors import choose, scores
@@ -36,6 +38,7 @@ class Batch:
     last: Tensor | None = None  # [R, C, H] bfloat16
     topk_ids: Tensor | None = None  # [R, C, k] int32
     topk_logp: Tensor | None = None  # [R, C, k] float16
+    ceiling: Tensor | None = None  # int64 scalar: C, where the arrays are flat, [1, S]; None: their second axis
 
     def cropped(self, length: int) -> "Batch":
         """Views of the first `length` positions of every row."""
@@ -93,10 +96,34 @@ def row_states(arrays: dict[str, np.ndarray], model: Model) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Places:
+    """Where each flat context position lies."""
+
+    ceiling: int | Tensor
+    document_S: Tensor  # int64
+    position_S: Tensor  # int64, in its row
+    inside_S: Tensor  # bool, it holds a token of the row's document
+
+
+def places(batch: Batch) -> Places:
+    rows, width = batch.input_ids.shape
+    ceiling = width if batch.ceiling is None else batch.ceiling
+    index_S = torch.arange(rows * width, device=batch.input_ids.device)
+    row_S = index_S // ceiling
+    position_S = index_S - row_S * ceiling
+    last = len(batch.lengths) - 1  # a flat batch may have room behind its last row
+    known_S, row_S = row_S <= last, row_S.clamp(max=last)
+    inside_S = (position_S < batch.lengths[row_S]) & known_S
+    return Places(ceiling, batch.documents[row_S], position_S, inside_S)
+
+
+@dataclass(frozen=True)
 class Blocks:
     """The blocks of a micro-batch, in the order of their anchors; dummies, which see and count nothing, come last."""
 
     flat_A: Tensor  # int64 anchor = row · C + position; S for a dummy
+    low_A: Tensor  # int64, the context that the block sees is flat [low, high); empty for a dummy
+    high_A: Tensor
     live_A: Tensor  # bool
     slots_AB: Tensor  # int64 position of each slot in its row
     index_AB: Tensor  # int64 flat index of each slot, inside its row
@@ -105,38 +132,51 @@ class Blocks:
     targets_AJ: Tensor  # int64
     counts_AJ: Tensor  # fp32
 
+    def taken(self, which: slice | Tensor) -> "Blocks":
+        """Some of them."""
+        return Blocks(**{f.name: getattr(self, f.name)[which] for f in fields(self)})
+
     def live(self) -> "Blocks":
         """Without dummies. Reads their number back, so it is for eager loops only."""
-        count = int(self.live_A.sum())
-        return Blocks(**{f.name: getattr(self, f.name)[:count] for f in fields(self)})
-
-
-def inside_rows(batch: Batch) -> Tensor:
-    """Bool [R, C]: positions that hold a token of the row's document."""
-    return torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device) < batch.lengths[:, None]
+        return self.taken(slice(int(self.live_A.sum())))
 
 
 def lay_blocks(
-    batch: Batch, objective: Objective, block: int, anchors: int, padded: int, seed: int, step: Tensor
+    batch: Batch,
+    objective: Objective,
+    block: int,
+    anchors: int,
+    padded: int,
+    seed: int,
+    step: Tensor,
+    most: Tensor | None = None,
 ) -> Blocks:
-    """Choose `anchors` anchors and read their slots; dummies fill up to `padded`. Static shapes throughout."""
-    rows, ceiling = batch.input_ids.shape
-    device, total = batch.input_ids.device, rows * ceiling
-    inside_RC = inside_rows(batch)
-    supervised_RC = (batch.loss_mask > 0) & inside_RC
-    flat_A, _ = choose(supervised_RC, scores(seed, step, batch.documents, ceiling), anchors)
+    """Choose `anchors` anchors (of which `most` may be live) and read their slots; dummies fill up to `padded`.
+
+    Static shapes throughout.
+    """
+    where = places(batch)
+    ceiling, inside_S = where.ceiling, where.inside_S
+    device, total = inside_S.device, inside_S.numel()
+    supervised_S = (batch.loss_mask.flatten() > 0) & inside_S
+    followed_S = F.pad(supervised_S[1:], (0, 1)) & (where.position_S + 1 < ceiling)
+    score_S = scores(seed, step, where.document_S, where.position_S)
+    flat_A, _ = choose(supervised_S & followed_S, score_S, anchors, most)
     flat_A = F.pad(flat_A, (0, padded - flat_A.shape[0]), value=total)
     live_A = flat_A < total
-    places = torch.arange(block, device=device)
-    slots_AB = (flat_A % ceiling)[:, None] + places
+    high_A = torch.where(live_A, flat_A, 0)
+    slots = torch.arange(block, device=device)
+    slots_AB = (flat_A % ceiling)[:, None] + slots
     fits_AB = (slots_AB < ceiling) & live_A[:, None]
-    index_AB = torch.where(fits_AB, flat_A[:, None] + places, flat_A[:, None].clamp(max=total - 1))
-    inside_AB = inside_RC.flatten()[index_AB] & fits_AB
+    index_AB = torch.where(fits_AB, flat_A[:, None] + slots, flat_A[:, None].clamp(max=total - 1))
+    inside_AB = inside_S[index_AB] & fits_AB
     tokens_AB = torch.where(inside_AB, batch.input_ids.flatten()[index_AB], 0).long()
     labels_AB = torch.where(inside_AB, batch.labels.flatten()[index_AB], 0).long()
-    supervised_AB = supervised_RC.flatten()[index_AB] & inside_AB
+    supervised_AB = supervised_S[index_AB] & inside_AB
     return Blocks(
         flat_A=flat_A,
+        low_A=high_A // ceiling * ceiling,
+        high_A=high_A,
         live_A=live_A,
         slots_AB=slots_AB,
         index_AB=index_AB,
@@ -147,31 +187,58 @@ def lay_blocks(
     )
 
 
-def drafted_states(model: Model, batch: Batch, blocks: Blocks, attend: Attend, context: int) -> Tensor:
-    """The drafter's outputs of slots 1..B-1, [A, J, H].
+@dataclass(frozen=True)
+class Inputs:
+    """What the drafter's forward takes: context and embedded blocks, each with its rotation."""
 
-    Taps are zero behind a row's length, so stale NaN cannot reach a product, and padded to `context` tokens.
-    """
-    rows, ceiling = batch.input_ids.shape
-    config = model.drafter.config
-    padding = context - rows * ceiling
-    states = stored_states(batch.hidden, batch.scale, model)
-    taps_SF = F.pad(torch.where(inside_rows(batch)[..., None], states, 0.0).flatten(0, 1), (0, 0, 0, padding))
-    positions_S = F.pad(torch.arange(ceiling, device=taps_SF.device).repeat(rows), (0, padding))
-    x_AB = embed_blocks(model.embed_VH, model.embed_factor, blocks.tokens_A, config.mask_token_id, config.block_size)
-    hidden = model.drafter(
-        taps_SF, model.rope(positions_S), x_AB.flatten(0, 1), model.rope(blocks.slots_AB.flatten()), attend
+    taps_SF: Tensor
+    rope_S: Rope
+    x_NH: Tensor
+    rope_N: Rope
+
+
+def inputs_of(model: Model, batch: Batch, blocks: Blocks, context: int) -> Inputs:
+    """Taps are zero behind a row's length, so stale NaN cannot reach a product, and padded to `context` tokens."""
+    where, config = places(batch), model.drafter.config
+    padding = context - where.inside_S.numel()
+    states_SF = stored_states(batch.hidden, batch.scale, model).flatten(0, 1)
+    taps_SF = F.pad(torch.where(where.inside_S[:, None], states_SF, 0.0), (0, 0, 0, padding))
+    x_ABH = embed_blocks(model.embed_VH, model.embed_factor, blocks.tokens_A, config.mask_token_id, config.block_size)
+    return Inputs(
+        taps_SF=taps_SF,
+        rope_S=model.rope(F.pad(where.position_S, (0, padding))),
+        x_NH=x_ABH.flatten(0, 1),
+        rope_N=model.rope(blocks.slots_AB.flatten()),
     )
-    return hidden.unflatten(0, (-1, config.block_size))[:, 1:]
 
 
-def loss_of(model: Model, batch: Batch, blocks: Blocks, objective: Objective, hidden_AJH: Tensor) -> LossSums:
-    """The loss sums through the frozen head."""
+def scored_states(hidden_NH: Tensor, block: int) -> Tensor:
+    """The outputs of slots 1..B-1, [A, J, H]; slot 0 carries the anchor."""
+    return hidden_NH.unflatten(0, (-1, block))[:, 1:]
+
+
+def drafted_states(model: Model, batch: Batch, blocks: Blocks, attend: Attend, context: int) -> Tensor:
+    """The drafter's outputs of slots 1..B-1, [A, J, H]."""
+    inputs = inputs_of(model, batch, blocks, context)
+    hidden_NH = model.drafter(inputs.taps_SF, inputs.rope_S, inputs.x_NH, inputs.rope_N, attend)
+    return scored_states(hidden_NH, model.drafter.config.block_size)
+
+
+def loss_of(
+    model: Model, batch: Batch, blocks: Blocks, objective: Objective, hidden_AJH: Tensor, chunk: int | None = None
+) -> LossSums:
+    """The loss sums through the frozen head, `chunk` logits at a time."""
     teacher = None
     if objective.loss == "kl":
         teacher = soft_teacher(batch, blocks.index_AB[:, 1:], blocks.inside_AB[:, 1:])
     return block_loss(
-        hidden_AJH, model.head, blocks.targets_AJ, blocks.counts_AJ, decay_J=objective.decay_J, teacher=teacher
+        hidden_AJH,
+        model.head,
+        blocks.targets_AJ,
+        blocks.counts_AJ,
+        decay_J=objective.decay_J,
+        teacher=teacher,
+        chunk_logits=chunk,
     )
 
 
