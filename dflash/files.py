@@ -3,8 +3,9 @@
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,5 +53,12 @@ def sha256_file(path: Path) -> str:
 
 
 def allocated_bytes(folder: Path) -> int:
-    """Bytes that the files below `folder` occupy on disk; holes are not counted."""
-    return sum(p.lstat().st_blocks * 512 for p in folder.rglob("*") if p.is_file() and not p.is_symlink())
+    """Bytes that the files below `folder` occupy on disk; holes are not counted. What goes away meanwhile (another
+    worker's unfinished shard) is not either."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                about = os.lstat(os.path.join(parent, name))
+                total += about.st_blocks * 512 if stat.S_ISREG(about.st_mode) else 0
+    return total

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from dflash.errors import DflashError
@@ -16,6 +16,7 @@ from dflash.extract.batches import batches_of
 from dflash.extract.states import Layout, Stage, fill_inputs
 from dflash.files import replacing
 from dflash.store import Store
+from dflash.store import calib as store_calib
 from dflash.target import decoder_layers, text_model
 
 CALIB_TOKENS = 10_240
@@ -26,12 +27,15 @@ def calib_path(store: Store) -> Path:
     return store.root / "calib.safetensors"
 
 
+def is_missing(store: Store) -> bool:
+    return store.meta.storage == "int8" and not calib_path(store).exists()
+
+
 def read_calib(store: Store, device: torch.device) -> torch.Tensor:
-    try:
-        found = load_file(calib_path(store))[NAME]
-    except Exception as error:  # safetensors raises its own kinds for damaged files
-        raise DflashError(f"{calib_path(store)} is damaged ({error}): extract into a new store.") from None
-    return found.to(device)
+    """The channel RMS, which must be the one that the shards there were made with."""
+    found = store_calib.read_calib(store.root, len(store.meta.taps) * store.meta.hidden_size)
+    store.check_calib()
+    return torch.tensor(found, device=device)
 
 
 def write_calib(store: Store, rms: torch.Tensor) -> None:

@@ -220,7 +220,7 @@ def fill(job: Job, store: Store, stop: Stop, lock: Any) -> dict[str, Any]:
     """Make this worker's missing shards."""
     shards = own_shards(store, job.worker, job.workers)
     totals = Totals()
-    if not shards:
+    if not shards and not (job.worker == 0 and calib.is_missing(store)):
         what = (
             "is complete" if not store.missing() else f"has no missing shard for worker {job.worker} of {job.workers}"
         )

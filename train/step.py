@@ -13,13 +13,12 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor
 
 from dflash.attention import attend_rows, row_spans
 from dflash.drafter import Attend, Drafter, Rope, RopeTable, embed_blocks
 from dflash.loss import Head, LossSums, Teacher, block_loss, slots_that_count
-from dflash.store import Store
+from dflash.store import Store, read_calib
 from dflash.train.anchors import choose, scores
 from dflash.train.optimiser import Flat
 
@@ -82,8 +81,8 @@ def tap_rms(store: Store, device: torch.device | str = "cpu") -> Tensor | None:
     """The channels' RMS [K·H] by which an int8 store was divided; None for the others."""
     if store.meta.storage != "int8":
         return None
-    (rms,) = load_file(store.root / "calib.safetensors").values()
-    return rms.to(device)
+    rms = read_calib(store.root, len(store.meta.taps) * store.meta.hidden_size)
+    return torch.tensor(rms, device=device)
 
 
 def row_states(arrays: dict[str, np.ndarray], model: Model) -> Tensor:

@@ -10,8 +10,8 @@ import numpy as np
 from dflash.errors import DflashError
 from dflash.store import zarr_json
 from dflash.store.layout import Shard, crc32c, shard_text
-from dflash.store.paths import open_inside, read_inside, shard_parts, shard_path
-from dflash.store.reader import OpenArray, OpenShard
+from dflash.store.paths import CALIB, open_inside, read_inside, shard_parts, shard_path
+from dflash.store.reader import LOWEST_ID, OpenArray, OpenShard
 
 if TYPE_CHECKING:
     from dflash.store.store import Store
@@ -31,6 +31,8 @@ def check_shard(store: "Store", shard: Shard) -> list[Problem]:
         return [problem(shard, None, None, str(error))]
     found = [problem(shard, None, None, text) for text in _against_index(opened)]
     found += [problem(shard, name, None, "a file that is no part of a shard") for name in _strays(opened)]
+    if opened.manifest["calib"] != store.calib_fingerprint():
+        found.append(problem(shard, CALIB, None, "the shard was made with another channel RMS"))
     for name, spec in opened.specs.items():
         try:
             document = read_inside(store.root, (*shard_parts(shard), name, "zarr.json"), limit=1 << 20)
@@ -53,8 +55,6 @@ def _against_index(opened: OpenShard) -> Iterator[str]:
     for name in ("gen", "rows", "lengths", "bad", "software", "device"):
         if entry[name] != manifest[name]:
             yield f"the index line and the manifest differ in {name!r}"
-    if manifest["calib"] != opened.store.calib_fingerprint():
-        yield "the shard was made with another calib.safetensors"
     empty = [row for row, n in enumerate(opened.lengths) if n == 0]
     if sorted({item["row"] for item in manifest["bad"]}) != empty:
         yield "the empty rows are not those that 'bad' names"
@@ -151,6 +151,8 @@ def _content(opened: OpenShard, name: str, row: int, values: np.ndarray) -> Iter
         yield "is not the document that the plan names"
     if name == "loss_mask" and (values != mask[:n]).any():
         yield "is not the mask of the document that the plan names"
+    if name in LOWEST_ID and not opened.are_ids(name, values):
+        yield "holds a token id outside the vocabulary"
     if name == "labels" and n and values[0] != -1:
         yield "has a label at position 0, where no state precedes"
 

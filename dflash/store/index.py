@@ -6,7 +6,6 @@ A torn last line (a crash in mid-append) is not counted, and cut off before the 
 """
 
 import errno
-import json
 import os
 import re
 import threading
@@ -58,8 +57,8 @@ def decode_line(line: bytes) -> dict[str, Any] | None:
     if not tab or crc != b"%08x" % crc32c(content):
         return None
     try:
-        value = json.loads(content)
-    except (ValueError, RecursionError):
+        value = checks.parse_shallow(content)
+    except ValueError:
         return None
     return value if type(value) is dict else None
 
@@ -104,7 +103,7 @@ def load_index(root: Path, buckets: tuple[Bucket, ...]) -> Index:
     """Merge all writers' files. Whole lines only; what does not fit store.json is kept aside for `verify`."""
     index, by_name = Index(), {bucket.name: bucket for bucket in buckets}
     for name in index_files(root):
-        content = read_inside(root, (INDEX, name), limit=1 << 33)
+        content = read_inside(root, (INDEX, name), limit=1 << 31)
         lines = content.split(b"\n")
         torn = lines.pop()  # empty when the last line is whole
         for number, line in enumerate(lines, start=1):

@@ -158,6 +158,8 @@ def _refuse_or_clear(root: Path, mine: Holder) -> None:
             raise DflashError(f"Store {root} is being written to by {holder}; wait for it to end, or stop it.")
         elif not alive:
             (root / LOCK / name).unlink(missing_ok=True)
+            for half in (root / LOCK).glob(f".{name}.*"):  # of a heartbeat that was cut short
+                half.unlink(missing_ok=True)
 
 
 def live_workers(root: Path, but: int | None = None) -> set[int]:
@@ -205,7 +207,7 @@ def read_holder(root: Path, name: str) -> Holder | float | None:
 @contextlib.contextmanager
 def guard(root: Path) -> Iterator[None]:
     """One at a time in lock/. Where the filesystem knows no flock, O_EXCL alone has to do."""
-    descriptor = os.open(root / LOCK, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = open_inside(root, (LOCK,), os.O_RDONLY | os.O_DIRECTORY)
     try:
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)

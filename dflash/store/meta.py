@@ -109,7 +109,7 @@ def check_crc(value: Any, where: str) -> dict[str, Any]:
     rest = {name: item for name, item in value.items() if name != "crc32c"}
     try:
         content = canonical_json(rest).encode()
-    except (ValueError, RecursionError) as error:  # lone surrogates, too deep
+    except ValueError as error:  # lone surrogates
         raise DflashError(f"{where} is damaged: {error}.") from None
     if value.get("crc32c") != crc32c(content):
         raise DflashError(f"{where} is damaged: the field 'crc32c' does not fit the other fields.")
@@ -135,8 +135,8 @@ def read_meta(root: Path) -> StoreMeta:
 
 def parse_json(content: bytes, where: str) -> Any:
     try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
+        return checks.parse_shallow(content)
+    except ValueError as error:
         raise DflashError(f"{where} is not valid JSON: {error}.") from None
 
 

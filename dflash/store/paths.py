@@ -8,6 +8,7 @@ import errno
 import mmap
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,8 @@ LOCK = "lock"
 TMP = "tmp"
 SHARDS = "shards"
 CALIB = "calib.safetensors"
-LAYOUT = (STORE_JSON, PLAN, DOCS, TARGET, INDEX, LOCK, TMP, SHARDS, CALIB)
+FOLDERS = (DOCS, TARGET, INDEX, LOCK, TMP, SHARDS)
+LAYOUT = (STORE_JSON, PLAN, CALIB, *FOLDERS)
 
 
 def shard_parts(shard: Shard) -> tuple[str, ...]:
@@ -51,14 +53,36 @@ def open_inside(root: Path, parts: tuple[str, ...], flags: int = os.O_RDONLY) ->
         # O_NONBLOCK: a named pipe in place of a file must not hang us
         return os.open(parts[-1], flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o644, dir_fd=folder)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR) and has_symlink(root, parts):
-            path = "/".join(parts)
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
             raise DflashError(
-                f"{path} in store {root} is or lies behind a symlink; a store holds real files."
+                f"{'/'.join(parts)} in store {root} is or lies behind {_no_folder(root, parts)}."
             ) from None
         raise
     finally:
         os.close(folder)
+
+
+def _no_folder(root: Path, parts: tuple[str, ...]) -> str:
+    return "a symlink; a store holds real files" if has_symlink(root, parts) else "a file where a folder should be"
+
+
+def check_layout(root: Path, buckets: Iterable[str] = ()) -> None:
+    """Every part of a store that we list, write or delete in is a real file or folder. What lies behind a symlink is
+    somebody else's: a `tmp` that points to a home folder must not be tidied up."""
+    for parts in [*((name,) for name in LAYOUT), *((SHARDS, bucket) for bucket in buckets)]:
+        mode = mode_of(root.joinpath(*parts))
+        folder = parts[0] in FOLDERS
+        if mode and not (stat.S_ISDIR(mode) if folder else stat.S_ISREG(mode)):
+            what = "a symlink" if stat.S_ISLNK(mode) else f"no {'folder' if folder else 'regular file'}"
+            raise DflashError(f"{'/'.join(parts)} in store {root} is {what}; a store holds real files and folders.")
+
+
+def mode_of(path: Path) -> int:
+    """The mode of a file, of a symlink itself; 0 where there is nothing."""
+    try:
+        return path.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
 
 
 def has_symlink(root: Path, parts: tuple[str, ...]) -> bool:

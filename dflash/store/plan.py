@@ -185,12 +185,22 @@ def _load_plan(path: Path) -> Plan:
     try:
         descriptor = open_inside(path.parent, (path.name,))
         with os.fdopen(descriptor, "rb") as raw, zipfile.ZipFile(raw) as archive:
+            _check_sizes(archive.infolist(), os.fstat(descriptor).st_size)
             members = {info.filename.removesuffix(".npy"): _read_member(archive, info) for info in archive.infolist()}
     except FileNotFoundError:
         raise DflashError(f"{path} is missing; without it nobody knows which document is which row.") from None
     except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError, RuntimeError, OSError) as error:
         raise DflashError(f"{path} is damaged: {error}.") from None
     return Plan(_files(members.pop("files", None), path), _rows(members, path))
+
+
+def _check_sizes(members: list[zipfile.ZipInfo], size: int) -> None:
+    """What the members promise fits into the file, all together: nothing is allocated on the archive's word, and a
+    byte is not read twice."""
+    if sum(info.file_size for info in members) > size or any(i.file_size != i.compress_size for i in members):
+        raise ValueError("its members promise more bytes than it has")
+    if len({info.filename for info in members}) != len(members):
+        raise ValueError("a member is there twice")
 
 
 NPY_HEADER = re.compile(rb"\{'descr': '([<|][iu][1248])', 'fortran_order': False, 'shape': \(([0-9]{1,15}),\), \} *\n")

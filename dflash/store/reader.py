@@ -16,13 +16,14 @@ from dflash.errors import DflashError
 from dflash.store.direct import DirectFile
 from dflash.store.layout import ArraySpec, Shard, crc32c, shard_text
 from dflash.store.manifest import read_manifest, specs_of
-from dflash.store.paths import map_inside, shard_parts
+from dflash.store.paths import CALIB, map_inside, shard_parts
 from dflash.store.zarr_json import block_footer, parse_footer
 
 if TYPE_CHECKING:
     from dflash.store.store import Store
 
 OPEN_SHARDS = 64
+LOWEST_ID = {"input_ids": 0, "labels": -1, "topk_ids": 0}  # arrays of token ids
 PIECE = 1 << 19  # copied and then summed while it is still in the core's cache: 9 GB/s instead of 7 in one pass each
 ADVICE = "`dflash verify --repair` retires the shard, `dflash extract` makes it again"
 
@@ -144,10 +145,27 @@ class OpenShard:
                 self._arrays[name] = OpenArray(self.store, self.shard, spec, self.lengths, about["bytes"], footer_crc)
             return self._arrays[name]
 
+    def check_calib(self) -> None:
+        """int8 states mean something only together with the channel RMS that they were divided by."""
+        if self.manifest["calib"] != self.store.calib_fingerprint():
+            raise DflashError(
+                f"{CALIB} of store {self.store.root} is missing or not the one that shard {shard_text(self.shard)} was "
+                "made with: restore that file, or remove it and run `dflash extract`, which measures it again."
+            )
+
+    def are_ids(self, name: str, values: np.ndarray) -> bool:
+        """Whether an array's values are token ids that the embedding has."""
+        low, high = LOWEST_ID[name], self.store.meta.vocab_size
+        return not len(values) or bool(low <= values.min() and values.max() < high)
+
     def read_into(self, row: int, out: dict[str, np.ndarray]) -> int:
         n = self.lengths[row]
         for name, buffer in out.items():
             self.array(name).copy_row(row, n, self.manifest["arrays"][name]["crc32c"][row], buffer)
+            if name in LOWEST_ID and not self.are_ids(name, buffer[:n]):
+                raise DflashError(
+                    f"Row {row} of array {self.array(name).where} holds a token id outside the vocabulary; {ADVICE}."
+                )
         return n
 
 
@@ -165,6 +183,7 @@ class ShardCache:
                 self._open.move_to_end(shard)
                 return found
         opened = OpenShard(store, shard)  # outside the lock: other readers need not wait for the disk
+        opened.check_calib()
         with self._lock:
             self._open[shard] = opened
             while len(self._open) > OPEN_SHARDS:

@@ -30,7 +30,13 @@ def recover(store: "Store", worker: int = 0) -> dict[str, Any]:
     shard is made again; then it is replaced.
     """
     others = live_workers(store.root, but=worker)
+    for name in (INDEX, TMP, SHARDS):
+        (store.root / name).mkdir(exist_ok=True)
     removed = remove_dead_tmp(store.root, others)
+    if worker == 0:  # only worker 0 writes beside the shards
+        for path in sorted(store.root.glob(".*.partial")):
+            remove(path)
+            removed.append(path.name)
     sealed = [n for n in index_files(store.root) if int(n[1:].partition(".")[0]) not in others and seal(store.root, n)]
     store.reload_index()
     adopted = []
@@ -51,13 +57,16 @@ def remove_dead_tmp(root: Path, others: set[int]) -> list[str]:
     for name in sorted(os.listdir(root / TMP)) if (root / TMP).is_dir() else []:
         if tmp_worker(name) in others:
             continue
-        path = root / TMP / name
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        remove(root / TMP / name)
         removed.append(name)
     return removed
+
+
+def remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def shards_on_disk(store: "Store") -> Iterator[Shard]:
@@ -107,6 +116,7 @@ def rebuild_index(store: "Store", worker: int = 0) -> list[str]:
     retired, others = dict(store.index.retired), live_workers(store.root, but=worker)
     if others:
         raise DflashError(f"Store {store.root} is being written to by worker {min(others)}; wait for it to end.")
+    (store.root / INDEX).mkdir(exist_ok=True)
     for name in index_files(store.root):
         os.replace(store.root / INDEX / name, store.root / INDEX / f"{name}.old")
     store.reload_index()

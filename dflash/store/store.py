@@ -4,7 +4,9 @@ Opening compares what is cheap: store.json's checksum, the plan's fingerprint, t
 target/, and the sha256 of those up to 1 MiB. Larger ones are hashed by `verify` only; every row is verified when read.
 """
 
+import contextlib
 import functools
+import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -19,9 +21,10 @@ from dflash.store.index import disk_full, load_index
 from dflash.store.layout import ArraySpec, Bucket, Shard, extraction_order
 from dflash.store.meta import StoreMeta, read_meta
 from dflash.store.plan import DOCS_FILES, Documents, Plan, Prepared
-from dflash.store.reader import ShardCache
+from dflash.store.reader import OpenShard, ShardCache
 
 HASHED_AT_OPEN = 1 << 20
+MAX_CALIB = 1 << 28
 
 
 class Store:
@@ -37,16 +40,19 @@ class Store:
         self.buckets: tuple[Bucket, ...] = meta.buckets
         self._by_name = {bucket.name: bucket for bucket in meta.buckets}
         self._cache = ShardCache()
+        self._calib = ""
         self.reload_index()
 
     @staticmethod
     def open(root: str | Path, io: str = "mmap") -> "Store":
         root = Path(root)
         meta = read_meta(root)
+        paths.check_layout(root, (bucket.name for bucket in meta.buckets))
         documents = Documents.open(root / paths.DOCS)
         check_files(root, (paths.DOCS,), meta.fingerprints["docs"])
         check_files(root, (paths.TARGET,), meta.fingerprints["target"])
         check_files(root, (), {paths.PLAN: meta.fingerprints["plan_file"]})
+        refuse_links(root)
         plan = Plan.load(root / paths.PLAN)
         plan.check(meta.buckets, documents)
         if plan.fingerprint() != meta.fingerprints["plan"]:
@@ -116,10 +122,16 @@ class Store:
 
     def calib_fingerprint(self) -> str:
         """sha256 of calib.safetensors for int8 stores, else empty; every shard's manifest carries it."""
-        path = self.root / paths.CALIB
-        if self.meta.storage != "int8" or not path.exists():
-            return ""
-        return sha256_file(path)
+        if self.meta.storage == "int8" and not self._calib:
+            with contextlib.suppress(FileNotFoundError):
+                content = paths.read_inside(self.root, (paths.CALIB,), limit=MAX_CALIB)
+                self._calib = hashlib.sha256(content).hexdigest()
+        return self._calib
+
+    def check_calib(self) -> None:
+        """The channel RMS is the one that the shards were made with."""
+        for shard in list(self.index.entries)[:1]:
+            OpenShard(self, shard).check_calib()
 
 
 def check_files(root: Path, folder: tuple[str, ...], files: dict[str, dict[str, Any]], whole: bool = False) -> None:
@@ -140,6 +152,13 @@ def check_files(root: Path, folder: tuple[str, ...], files: dict[str, dict[str, 
             raise DflashError(f"{where} is not the file that store.json knows (other sha256); {advice}.")
 
 
+def refuse_links(root: Path) -> None:
+    """No symlink in docs/ and target/, not even one that store.json does not name: libraries look for files there."""
+    for path in (path for top in (paths.DOCS, paths.TARGET) for path in (root / top).rglob("*")):
+        if path.is_symlink():
+            raise DflashError(f"{path.relative_to(root)} in store {root} is a symlink; a store holds real files.")
+
+
 def file_fingerprints(folder: Path) -> dict[str, dict[str, Any]]:
     """{relative name: {bytes, sha256}} of every file below a folder."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -157,6 +176,7 @@ def create_store(root: str | Path, meta: StoreMeta, prepared: Prepared, target_f
     """
     root = Path(root)
     _check_room(root)
+    paths.check_layout(root)
     try:
         root.mkdir(parents=True, exist_ok=True)
         for name in (paths.DOCS, paths.TARGET, paths.SHARDS, paths.INDEX, paths.TMP):

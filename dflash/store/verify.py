@@ -43,14 +43,15 @@ def verify(root: str | Path, repair: bool = False, rebuild_index: bool = False) 
         with acquire_lock(root, 0, 1):
             rebuilt = make_index(store)
     problems += _check_index(store)
-    damaged: set[Shard] = set()
+    found: dict[Shard, list[Problem]] = {}
     entries = sorted(store.index.entries)
     with progress("verify", len(entries), "shards") as advance, ThreadPoolExecutor(THREADS) as pool:
-        for shard, found in zip(entries, pool.map(lambda s: check_shard(store, s), entries), strict=True):
-            problems += found
-            if found:
-                damaged.add(shard)
+        for shard, each in zip(entries, pool.map(lambda s: check_shard(store, s), entries), strict=True):
+            found[shard] = each
             advance(1)
+    problems += _blame_calib(store, found, repair)
+    problems += [item for each in found.values() for item in each]
+    damaged = {shard for shard, each in found.items() if each}
     retired = retire(store, sorted(damaged | set(store.index.conflicts))) if repair else []
     missing = [shard_text(shard) for shard in store.missing()]
     redo = sorted({*missing, *(shard_text(shard) for shard in damaged)})
@@ -60,12 +61,27 @@ def verify(root: str | Path, repair: bool = False, rebuild_index: bool = False) 
     }  # fmt: skip
 
 
+def _blame_calib(store: Store, found: dict[Shard, list[Problem]], repair: bool) -> list[Problem]:
+    """Where not one shard was made with calib.safetensors, that file is at fault and not the shards. To repair is to
+    remove it: the next `dflash extract` measures it again."""
+    at_fault = [shard for shard, each in found.items() if any(item["array"] == paths.CALIB for item in each)]
+    if not at_fault or len(at_fault) < len(found):
+        return []
+    for shard in at_fault:
+        found[shard] = [item for item in found[shard] if item["array"] != paths.CALIB]
+    if repair:
+        (store.root / paths.CALIB).unlink(missing_ok=True)
+    text = "is missing or not the one that the shards were made with; `dflash extract` measures a missing one again"
+    return [problem(None, paths.CALIB, None, text)]
+
+
 def retire(store: Store, shards: list[Shard]) -> list[str]:
     """Take shards out: first the index line, durable, then the folder. A crash between leaves a folder whose
     generation is retired, which nobody adopts."""
     if not shards:
         return []
     with acquire_lock(store.root, 0, 1):
+        (store.root / paths.TMP).mkdir(exist_ok=True)
         for shard in shards:
             entry = store.index.entries.get(shard)
             if entry is None:
@@ -87,6 +103,10 @@ def _open(root: Path) -> tuple[Store | None, list[Problem]]:
         meta = read_meta(root)
     except DflashError as error:
         return None, [problem(None, paths.STORE_JSON, None, str(error))]
+    try:
+        paths.check_layout(root, (bucket.name for bucket in meta.buckets))
+    except DflashError as error:
+        return None, [problem(None, str(error).partition(" ")[0], None, str(error))]
     problems = _check_files(root, meta)
     known = {item["array"].partition("/")[0] for item in problems}
     documents = plan = None
@@ -106,7 +126,10 @@ def _open(root: Path) -> tuple[Store | None, list[Problem]]:
         if paths.PLAN not in known:
             problems.append(problem(None, paths.PLAN, None, str(error)))
     usable = documents is not None and plan is not None
-    return (Store(root, meta, plan, documents) if usable else None), problems  # type: ignore[arg-type]
+    try:
+        return (Store(root, meta, plan, documents) if usable else None), problems  # type: ignore[arg-type]
+    except DflashError as error:  # the index cannot be read at all
+        return None, [*problems, problem(None, paths.INDEX, None, str(error))]
 
 
 def _check_files(root: Path, meta: StoreMeta) -> list[Problem]:
@@ -142,7 +165,7 @@ def _check_index(store: Store) -> list[Problem]:
             text = "on disk but not in the index; `dflash extract` or --rebuild-index adopts it if it is whole"
             problems.append(problem(shard, None, None, text))
     known = {bucket.name: bucket for bucket in store.buckets}
-    for name in sorted(os.listdir(store.root / paths.SHARDS)):
+    for name in sorted(os.listdir(store.root / paths.SHARDS)) if (store.root / paths.SHARDS).is_dir() else []:
         folder = store.root / paths.SHARDS / name
         if name not in known or folder.is_symlink() or not folder.is_dir():
             problems.append(problem(None, f"{paths.SHARDS}/{name}", None, "no bucket of this store"))
