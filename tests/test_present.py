@@ -61,6 +61,13 @@ FULL: dict[str, tuple[dict[str, Any], tuple[Any, ...], list[str]]] = {
         ["Shard b0770/s000001 of /nvme/store", "24,255", "25.0%", "42x770x2880", "186.0 MB", "0.1235", "98.4%",
          "all right (rows read)", "chats.jsonl:11", "and 30 more"],
     ),
+    "pack": (
+        {"store": "/nvme/store", "out": "/nvme/packed", "shards": 17, "packed": 3, "missing": ["b0770/s000001"],
+         "bytes": 2_000_000_000, "file_bytes": 2_000_000_000, "source_file_bytes": 2_700_000_000, "seconds": 12.0},
+        (SimpleNamespace(out="/nvme/packed"),),
+        ["Store packed: /nvme/packed", "/nvme/store", "17, 1 missing in the source", "2.0 GB", "2.7 GB", "12 s",
+         "dflash verify /nvme/packed"],
+    ),
     "verify": (
         {"ok": False, "shards": 17, "problems": [
             {"shard": f"b1216/s{n:06d}", "array": "hidden", "row": 0, "problem": "crc32c differs"} for n in range(20)

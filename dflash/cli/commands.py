@@ -184,6 +184,31 @@ def verify(config: VerifyConfig) -> Result:
     return verify(config.store, repair=config.repair, rebuild_index=config.rebuild_index)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackConfig:
+    """Which store to pack, and where to."""
+
+    store: str = setting(REQUIRED, "The store.", positional=True)
+    out: str = setting(REQUIRED, "The folder to write the packed store to.", positional=True)
+
+
+@command(
+    "pack",
+    PackConfig,
+    brief="Copy a store without holes, for tar and object stores.",
+    example="dflash pack /nvme/store /nvme/packed",
+)
+def pack(config: PackConfig) -> Result:
+    """Write the same store without the holes of its files, which tar and object stores would write out as zeros.
+
+    What is packed is a store like the other: `dflash train` and `dflash verify` take it, zarr-python opens it. The same
+    line again goes on where it stopped.
+    """
+    from dflash.store import pack
+
+    return pack(config.store, config.out)
+
+
 @command(
     "report",
     ReportConfig,

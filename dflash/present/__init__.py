@@ -6,6 +6,6 @@ columns: a terminal, a pipe and a log file show the same. A key that a result la
 
 from dflash.present.report import report
 from dflash.present.stages import eval, export, extract, regenerate, train
-from dflash.present.store import inspect_shard, verify
+from dflash.present.store import inspect_shard, pack, verify
 
-__all__ = ["eval", "export", "extract", "inspect_shard", "regenerate", "report", "train", "verify"]
+__all__ = ["eval", "export", "extract", "inspect_shard", "pack", "regenerate", "report", "train", "verify"]

@@ -1,4 +1,4 @@
-"""Screens of the commands that look at a store: inspect-shard and verify."""
+"""Screens of the commands that look at a store or copy it: inspect-shard, verify, pack."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -149,3 +149,21 @@ def verify(result: Result, config: Any) -> str:
         [_problems(problems)],
         following,
     )
+
+
+def pack(result: Result, config: Any) -> str:
+    missing, packed = result.get("missing") or (), result.get("packed")
+    out = result.get("out") or config.out
+    return screen(
+        f"Store packed: {out}",
+        [
+            ("from", result.get("store")),
+            ("shards", number(result.get("shards")) + (f", {len(missing):,} missing in the source" if missing else "")),
+            ("packed now", number(packed)),
+            ("size of its files", size(result.get("file_bytes"))),
+            ("with holes filled", f"{size(result['source_file_bytes'])} (what plain tar takes of the source)"
+             if result.get("source_file_bytes") else ""),
+            ("time", seconds(result) if packed else ""),
+        ],
+        next_command=f"dflash verify {out}",
+    )  # fmt: skip

@@ -10,6 +10,7 @@ from dflash.store.inspect import inspect
 from dflash.store.layout import Bucket, array_specs, bucket_name, default_rows_per_shard, shard_text
 from dflash.store.lock import acquire_lock
 from dflash.store.meta import StoreMeta, check_same, differences
+from dflash.store.pack import pack
 from dflash.store.plan import Documents, DocumentsWriter, Plan, PlanRows, Prepared
 from dflash.store.recover import recover
 from dflash.store.shard import ShardWriter
@@ -34,6 +35,7 @@ __all__ = [
     "default_rows_per_shard",
     "differences",
     "inspect",
+    "pack",
     "read_calib",
     "recover",
     "shard_text",
