@@ -20,7 +20,7 @@ class ExtractConfig:
     layers: tuple[int, ...] | None = setting(
         None, "Decoder layers to tap, 0-based, instead of spreading --num-taps evenly.", metavar="1,9,17,25,33"
     )
-    num_taps: int = setting(5, "Number of layers to tap.")
+    num_taps: int = setting(5, "Number of layers to tap.", instead_of="layers")
     labels: str = setting(
         "argmax",
         "What the drafter learns from: argmax (the target's choice), tokens (the data alone), topk:K or last-hidden.",

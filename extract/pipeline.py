@@ -6,11 +6,12 @@ waits, and that time is what `gpu_wait` reports. A shard is committed by the thr
 """
 
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,29 +20,13 @@ import torch
 from dflash.errors import DflashError
 from dflash.extract.batches import Batch, batches_of, largest_batch, source_of
 from dflash.extract.states import Extractor, Layout, Stage, fill_inputs
+from dflash.extract.totals import Totals
 from dflash.store import ShardWriter, Store
 
 BUFFERS = {"cpu": 3, "cuda": 4}
 WRITERS = {"cpu": 2, "cuda": 4}
+SWITCH_SECONDS = 2e-4  # Python's own 5 ms would let a writer thread keep the one that launches kernels waiting
 ALL_BAD_LIMIT = 16  # so many bad documents, and more bad than good: something is wrong with the target itself
-
-
-@dataclass
-class Totals:
-    """What a run did. Guarded by `lock`, since writer threads add to it."""
-
-    tokens: int = 0
-    rows: int = 0
-    shards: int = 0
-    bad: int = 0
-    supervised: int = 0
-    agreeing: int = 0
-    idle: float = 0.0  # seconds in which the target waited for a free buffer
-    filling: float = 0.0  # seconds spent on inputs, beside a GPU's work or between a CPU's forwards
-    overlapping: bool = False  # whether inputs are filled while the target works
-    writing: float = 0.0  # seconds in which writer threads were busy, all together
-    seconds: float = 0.0
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class OpenShard:
@@ -82,7 +67,8 @@ class Pipeline:
         self, store: Store, extractor: Extractor, layout: Layout, device: torch.device, worker: int, max_bad: float
     ) -> None:
         self.store, self.extractor, self.layout, self.device, self.worker = store, extractor, layout, device, worker
-        self.max_bad = max(1, int(max_bad * sum(bucket.rows for bucket in store.buckets)))
+        # One bad document never stops a small run, unless none at all is allowed.
+        self.max_bad = max(int(max_bad > 0), int(max_bad * sum(bucket.rows for bucket in store.buckets)))
         self.totals = Totals(overlapping=device.type == "cuda")
         self.totals.bad = sum(len(entry["bad"]) for entry in store.index.entries.values())
         self.device_name = (
@@ -95,6 +81,8 @@ class Pipeline:
         self._error: BaseException | None = None
         self._open: list[OpenShard] = []
         self._previous_end: Any = None
+        self._writing = 0  # writer threads at work
+        self._idle_since = 0.0
         self._allocate()
         self._threads = [
             threading.Thread(target=self._write_for_ever, name=f"dflash-writer-{i}", daemon=True)
@@ -113,13 +101,16 @@ class Pipeline:
 
     @contextmanager
     def running(self) -> "Iterator[Pipeline]":
-        start = time.monotonic()
+        start = self._idle_since = time.monotonic()
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_SECONDS)
         for thread in self._threads:
             thread.start()
         try:
             yield self
             self._finish()
         finally:
+            sys.setswitchinterval(interval)
             for _ in self._threads:
                 self._work.put(None)
             for thread in self._threads:
@@ -127,7 +118,9 @@ class Pipeline:
             for shard in self._open:
                 if not shard.committed:
                     shard.writer.abandon()
-            self.totals.seconds = time.monotonic() - start
+            now = time.monotonic()
+            self.totals.seconds = now - start
+            self.totals.disk_idle += now - self._idle_since
 
     def shard(self, shard: tuple[str, int], stopped: Callable[[], bool]) -> None:
         """Make one shard; give up between two batches when `stopped` says so."""
@@ -200,44 +193,67 @@ class Pipeline:
     def _write_for_ever(self) -> None:
         while (written := self._work.get()) is not None:
             try:
-                if self._error is None:
-                    self._write(written)
+                try:
+                    complete = self._error is None and self._write(written)
+                finally:
+                    self._free.put(written.buffer)
+                if complete:  # the disk may take its time over it, and the buffer is of use meanwhile
+                    self._commit(written.shard)
             except BaseException as error:  # kept for the main thread, which raises it
                 self._error = error
             finally:
-                self._free.put(written.buffer)
                 self._work.task_done()
 
-    def _write(self, written: Written) -> None:
+    @contextmanager
+    def _at_work(self) -> "Iterator[None]":
+        """Note the time in which this thread, and that in which none, is writing."""
+        start = time.monotonic()
+        with self.totals.lock:
+            if not self._writing:
+                self.totals.disk_idle += start - self._idle_since
+            self._writing += 1
+        try:
+            yield
+        finally:
+            end = time.monotonic()
+            with self.totals.lock:
+                self._writing -= 1
+                self.totals.writing += end - start
+                self._idle_since = end
+
+    def _write(self, written: Written) -> bool:
+        """Write a batch; true when its shard has all its rows."""
         if written.ready is not None:
             written.ready.synchronize()
-        start = time.monotonic()
         batch, shard = written.batch, written.shard
-        bad = self._bad_rows(written)
-        lengths = np.array([len(self.store.documents[d][0]) for d in batch.documents], dtype=np.int32)
-        for each in bad:
-            lengths[each["row"] - batch.first] = 0
-        arrays = written.buffer.numpy()
-        supervised, agreeing = self._agreement(batch, lengths, arrays)
-        shard.writer.write(batch.first, lengths, arrays)
-        last = shard.done(len(batch.documents), bad)
-        if last:
-            shard.writer.commit(shard.bad, self.device_name, {"torch": torch.__version__, **transformers_version()})
-            shard.committed = True
+        with self._at_work():
+            bad = self._bad_rows(written)
+            lengths = np.array([len(self.store.documents[d][0]) for d in batch.documents], dtype=np.int32)
+            for each in bad:
+                lengths[each["row"] - batch.first] = 0
+            arrays = written.buffer.numpy()
+            supervised, agreeing = self._agreement(batch, lengths, arrays)
+            shard.writer.write(batch.first, lengths, arrays)
         with self.totals.lock:
-            self._count(written, lengths, len(bad), last, time.monotonic() - start)
+            self._count(written, lengths, len(bad))
             self.totals.supervised += supervised
             self.totals.agreeing += agreeing
             self._refuse_bad(bad)
             self.on_progress(int(lengths.sum()))
+        return shard.done(len(batch.documents), bad)
 
-    def _count(self, written: Written, lengths: np.ndarray, bad: int, last: bool, seconds: float) -> None:
+    def _commit(self, shard: OpenShard) -> None:
+        with self._at_work():
+            shard.writer.commit(shard.bad, self.device_name, {"torch": torch.__version__, **transformers_version()})
+        shard.committed = True
+        with self.totals.lock:
+            self.totals.shards += 1
+
+    def _count(self, written: Written, lengths: np.ndarray, bad: int) -> None:
         totals = self.totals
         totals.tokens += int(lengths.sum())
         totals.rows += len(lengths)
-        totals.shards += last
         totals.bad += bad
-        totals.writing += seconds
         if written.previous_end is not None:
             totals.idle += max(0.0, written.previous_end.elapsed_time(written.started)) / 1000
 

@@ -21,9 +21,10 @@ from dflash.extract import calib, forecast, identity, workers
 from dflash.extract.batches import batches_of, largest_batch
 from dflash.extract.config import ExtractConfig, parse_share
 from dflash.extract.identity import DataFingerprint, DataSettings, Prepare
-from dflash.extract.pipeline import Pipeline, Totals
+from dflash.extract.pipeline import Pipeline
 from dflash.extract.states import Extractor, Layout
 from dflash.extract.summary import summarise_run
+from dflash.extract.totals import Totals
 from dflash.progress import progress, say
 from dflash.signals import Stop, catch_stop
 from dflash.store import Prepared, Store, StoreMeta, acquire_lock, create_store, recover

@@ -3,7 +3,7 @@
 from typing import Any
 
 from dflash.extract import forecast
-from dflash.extract.pipeline import Totals
+from dflash.extract.totals import Totals
 from dflash.files import allocated_bytes
 from dflash.progress import say
 from dflash.store import Store

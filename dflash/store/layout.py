@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import google_crc32c
 import numpy as np
 
 from dflash.errors import DflashError
+from dflash.store.crc import crc32c as crc32c  # the name that the store imports from here
 
 FORMAT_VERSION = 1
 ALIGN = 4096  # row stride of `hidden` and `last`: a page, and what O_DIRECT asks for
@@ -23,11 +23,6 @@ MAX_ROWS = 1 << 40
 INT32_MAX = 2**31 - 1
 
 Shard = tuple[str, int]  # bucket name and shard number
-
-
-def crc32c(array: "np.ndarray | bytes", before: int = 0) -> int:
-    """crc32c of C-contiguous content, continuing `before`; an ndarray is read in place, without a copy."""
-    return int(google_crc32c.extend(before, array))
 
 
 def up(value: int, multiple: int) -> int:

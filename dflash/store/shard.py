@@ -24,6 +24,7 @@ from dflash.store import zarr_json
 from dflash.store.index import append_line, disk_full
 from dflash.store.layout import ArraySpec, Bucket, Shard, crc32c, shard_name, shard_text
 from dflash.store.manifest import entry_of, make_manifest
+from dflash.store.past_cache import PastCache
 from dflash.store.paths import SHARDS, TMP, has_symlink, shard_parts
 
 if TYPE_CHECKING:
@@ -61,8 +62,10 @@ class ArrayWriter:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self.descriptor = os.open(self.folder / spec.file_name, flags, 0o644)
         self._whole: np.ndarray | None = None
+        self._past: PastCache | None = None
         if spec.sparse:
             os.ftruncate(self.descriptor, spec.data_bytes(rows))
+            self._past = PastCache(self.folder / spec.file_name)
         elif not spec.packed:
             self._whole = np.full(spec.shape(rows), spec.padding, dtype=spec.dtype)
         self._lock = threading.Lock()
@@ -75,7 +78,10 @@ class ArrayWriter:
         if self.spec.sparse:
             self.crcs[row] = crc32c(valid)
             if len(valid):
-                pwrite_all(self.descriptor, valid, row * self.spec.stride(self.rows))
+                assert self._past is not None
+                start = row * self.spec.stride(self.rows)
+                done = self._past.write(valid, start)
+                pwrite_all(self.descriptor, valid.reshape(-1).view(np.uint8)[done:], start + done)
         elif self.spec.packed:
             self._put_packed(row, valid)
         else:
@@ -126,6 +132,8 @@ class ArrayWriter:
         }
 
     def close(self) -> None:
+        if self._past is not None:
+            self._past.close()
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
