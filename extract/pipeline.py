@@ -36,6 +36,7 @@ class OpenShard:
         self.writer = ShardWriter(store, shard[0], shard[1], worker)
         self.left = len(store.bucket(shard[0]).rows_of(shard[1]))
         self.bad: list[dict[str, Any]] = []
+        self.lost = np.zeros((self.left, len(store.meta.taps), 2))  # per row and tap, of int8: see `lost_to_int8`
         self.committed = False
         self.lock = threading.Lock()
 
@@ -45,6 +46,13 @@ class OpenShard:
             self.left -= rows
             self.bad += bad
             return self.left == 0
+
+    def quantisation(self) -> dict[str, list[float]] | None:
+        """What int8 lost per tap; summed in the order of rows, so that a shard made again says the same."""
+        if self.writer.store.meta.storage != "int8":
+            return None
+        error, squares = self.lost.sum(axis=0).T.tolist()
+        return {"squared_error": error, "squares": squares}
 
 
 @dataclass
@@ -234,6 +242,9 @@ class Pipeline:
             arrays = written.buffer.numpy()
             supervised, agreeing = self._agreement(batch, lengths, arrays)
             shard.writer.write(batch.first, lengths, arrays)
+            if "scale" in arrays:
+                rows = slice(batch.first, batch.first + len(lengths))
+                shard.lost[rows] = np.where(lengths[:, None, None] > 0, written.buffer.lost.numpy(), 0)
         with self.totals.lock:
             self._count(written, lengths, len(bad))
             self.totals.supervised += supervised
@@ -244,7 +255,8 @@ class Pipeline:
 
     def _commit(self, shard: OpenShard) -> None:
         with self._at_work():
-            shard.writer.commit(shard.bad, self.device_name, {"torch": torch.__version__, **transformers_version()})
+            software = {"torch": torch.__version__, **transformers_version()}
+            shard.writer.commit(shard.bad, self.device_name, software, shard.quantisation())
         shard.committed = True
         with self.totals.lock:
             self.totals.shards += 1

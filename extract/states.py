@@ -66,6 +66,7 @@ class Stage:
         self.flat_index = empty(max_tokens, torch.int64)
         self.all_lengths = empty(max_rows, torch.int64)
         self.flat_finite = empty(max_rows * len(layout.checked), torch.bool)
+        self.flat_lost = empty(max_rows * len(layout.taps) * 2 * (layout.storage == "int8"), torch.float32)
         self.shape(1, 1, 0)
 
     def shape(self, rows: int, ceiling: int, predicted: int) -> None:
@@ -81,9 +82,11 @@ class Stage:
         self.index = self.flat_index[:predicted]
         self.lengths = self.all_lengths[:rows]
         self.finite = self.flat_finite[: rows * len(self.layout.checked)].view(rows, -1)
+        if self.layout.storage == "int8":  # [row, tap]: squared error of what is stored, squared state; summed
+            self.lost = self.flat_lost[: rows * len(self.layout.taps) * 2].view(rows, -1, 2)
 
     def results(self) -> dict[str, torch.Tensor]:
-        return {**self.arrays, "finite": self.finite}
+        return {**self.arrays, "finite": self.finite} | ({"lost": self.lost} if self.layout.storage == "int8" else {})
 
     def numpy(self) -> dict[str, np.ndarray]:
         """The arrays as the store names and types them; bfloat16 as uint16."""
@@ -176,14 +179,11 @@ class Extractor:
         if self.layout.storage == "int8":
             assert self.channel_rms is not None
             scratch = self.scratch[: hidden.numel()].view(rows, ceiling, h)
-            quantise(
-                hidden,
-                self.channel_rms[number * h : (number + 1) * h],
-                kept,
-                stage.arrays["scale"][:, :, number],
-                scratch,
-            )
-            sums.copy_(stage.arrays["scale"][:, :, number])
+            rms, scale = self.channel_rms[number * h : (number + 1) * h], stage.arrays["scale"][:, :, number]
+            quantise(hidden, rms, kept, scale, scratch)
+            sums.copy_(scale)
+            padding = self.positions[:ceiling] >= stage.lengths[:, None]
+            stage.lost[:, number].copy_(lost_to_int8(hidden, rms, kept, scale, scratch, padding))
         else:
             kept.copy_(hidden)
             # A sum is finite only when every value is; false alarms would need values near the type's limit.
@@ -202,6 +202,26 @@ def quantise(
     scale.div_(INT8_MAX).clamp_min_(torch.finfo(torch.float32).tiny)
     scratch.div_(scale[..., None]).round_()
     values.copy_(scratch)
+
+
+def lost_to_int8(
+    hidden: torch.Tensor,
+    rms: torch.Tensor,
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    scratch: torch.Tensor,
+    padding: torch.Tensor,
+) -> torch.Tensor:
+    """[R, 2]: over a row's valid tokens the sums of (stored - true)² and of true²; what `inspect-shard` shows."""
+
+    def total() -> torch.Tensor:
+        return scratch.square_().sum(-1).masked_fill_(padding, 0).sum(-1)
+
+    scratch.copy_(values)
+    scratch.mul_(scale[..., None]).mul_(rms).sub_(hidden)
+    error = total()
+    scratch.copy_(hidden)
+    return torch.stack([error, total()], dim=-1)
 
 
 class Labeller:
