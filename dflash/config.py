@@ -40,12 +40,17 @@ def setting(
     metavar: str | None = None,
     flag: str | None = None,
     positional: bool = False,
+    instead_of: str | None = None,
 ) -> Any:
     """A dataclass field that knows its help; `REQUIRED` as default, `flag` where the name does not say it.
 
-    With `positional` the command line takes it as an argument without a name (`dflash export RUN`).
+    With `positional` the command line takes it as an argument without a name (`dflash export RUN`). `instead_of` names
+    another setting that this one replaces: given as a flag, it wins over the other one's line in a file.
     """
-    metadata = {"help": help, "choices": choices, "metavar": metavar, "flag": flag, "positional": positional}
+    metadata = {
+        "help": help, "choices": choices, "metavar": metavar, "flag": flag, "positional": positional,
+        "instead_of": instead_of,
+    }  # fmt: skip
     if default is REQUIRED:
         return dataclasses.field(metadata=metadata)
     if isinstance(default, dict | list):
@@ -67,6 +72,7 @@ class Setting:
     choices: tuple[str, ...] | None
     metavar: str | None
     positional: bool
+    instead_of: str | None
 
     @property
     def required(self) -> bool:
@@ -102,6 +108,7 @@ def _setting(field: dataclasses.Field, hint: Any) -> Setting:
         choices=tuple(choices) if choices else None,
         metavar=meta.get("metavar"),
         positional=meta.get("positional", False),
+        instead_of=meta.get("instead_of"),
     )
 
 

@@ -15,14 +15,15 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner, Result
+from helpers_store import make_store
 
 from dflash.cli import cli
 from dflash.cli.options import ConfigCommand, spread, to_json
-from dflash.config import REQUIRED, setting
+from dflash.config import REQUIRED, setting, to_toml
 from dflash.errors import DflashError, DiskFullError, Interrupted
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMANDS = ("extract", "train", "export", "eval", "regenerate", "inspect-shard", "verify")
+COMMANDS = ("extract", "train", "export", "eval", "regenerate", "inspect-shard", "verify", "report")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -201,7 +202,6 @@ def test_help_names_every_setting_with_its_default_and_an_example() -> None:
 
 def test_the_commands_are_the_documented_ones() -> None:
     assert set(COMMANDS) <= set(cli.commands)
-    assert "report" not in cli.commands or cli.commands["report"].callback is not None
 
 
 @pytest.mark.parametrize("name", sorted(cli.commands))
@@ -226,6 +226,68 @@ def test_every_example_parses(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [type(config) for config in called] == list(command.configs)
 
 
+@pytest.mark.parametrize("name", sorted(cli.commands))
+def test_every_command_reads_its_section_of_a_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its example as a file, sections of other commands beside it; and a misspelt key names the nearest."""
+    command = cli.commands[name]
+    assert isinstance(command, ConfigCommand)
+    called: list[Any] = []
+    monkeypatch.setattr(command, "callback", lambda *configs: called.extend(configs) or {})
+    words = command.epilog.split("dflash ")[1].split()
+    CliRunner().invoke(cli, [*words, "--json"], catch_exceptions=False)
+    given, file = list(called), tmp_path / "all.toml"
+    called.clear()
+    file.write_text(to_toml(name, *given) + "[regenerate]\nseed = 7\n" * (name != "regenerate"))
+    assert CliRunner().invoke(cli, [name, "--config", str(file), "--json"]).exit_code == 0
+    assert called == given
+    key = next(iter(command.settings))
+    file.write_text(f"[{name}]\n{key}x = 1\n")
+    result = CliRunner().invoke(cli, [name, "--config", str(file)])
+    assert result.exit_code == 2
+    assert f"all.toml [{name}] has no setting '{key}x'; did you mean {key}?" in result.stderr
+
+
+def test_a_flag_wins_over_the_setting_that_it_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[Any] = []
+    monkeypatch.setattr(cli.commands["train"], "callback", lambda *configs: called.extend(configs) or {})
+    file = tmp_path / "f.toml"
+    file.write_text('[train]\nstore = "s"\nrun = "r"\nepochs = 6\n')
+    line = ["train", "--config", str(file), "--json"]
+    assert CliRunner().invoke(cli, [*line, "--steps", "3"]).exit_code == 0
+    assert (called[0].steps, called[0].epochs) == (3, None)
+    both = CliRunner().invoke(cli, [*line, "--steps", "3", "--epochs", "2"])
+    assert (both.exit_code, "give one of them" in both.stderr) == (2, True)
+
+
+def test_print_config_shows_every_setting_of_train_below_one_line_that_explains_it() -> None:
+    result = CliRunner().invoke(cli, ["train", "--store", "s", "--run", "r", "--print-config"], catch_exceptions=False)
+    head, *rest = result.stdout.splitlines()
+    assert head == "[train]"
+    known = list(cli.commands["train"].settings.values())
+    assert len(rest) == 2 * len(known)
+    for one, help, value in zip(known, rest[::2], rest[1::2], strict=True):
+        assert help == f"# {one.help}"
+        assert value.startswith((f"{one.name} = ", f"# {one.name} is not set"))
+
+
+def test_the_config_of_a_run_repeats_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_store(tmp_path / "store", documents=12, held_out=3)
+    line = "train --store store --run one --num-layers 1 --block-size 4 --steps 3 --mask-token 7 --lr 1e-3 --json"
+    first = CliRunner().invoke(cli, line.split(), catch_exceptions=False)
+    again = CliRunner().invoke(
+        cli, ["train", "--config", "one/config.toml", "--run", "two", "--json"], catch_exceptions=False
+    )
+    assert (first.exit_code, again.exit_code) == (0, 0), again.output
+    assert json.loads(again.stdout)["loss"] == json.loads(first.stdout)["loss"]
+    weights = [
+        (tmp_path / run / "checkpoints" / "step-000003" / "model.safetensors").read_bytes() for run in ("one", "two")
+    ]
+    assert weights[0] == weights[1]
+    resumed = CliRunner().invoke(cli, ["train", "--config", "one/config.toml", "--json"], catch_exceptions=False)
+    assert "one is complete" in resumed.stderr
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -236,6 +298,7 @@ def test_every_example_parses(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         "eval --drafter absent --target absent --prompts absent.jsonl",
         "inspect-shard absent",
         "verify absent",
+        "report absent",
     ],
 )
 def test_what_is_not_there_is_one_sentence_and_exit_code_1(

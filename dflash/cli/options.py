@@ -146,10 +146,11 @@ class ConfigCommand(click.Command):
     def _values(self, parameters: dict[str, Any], config_file: str | None) -> dict[str, Any]:
         """What the TOML file and, above it, the flags give."""
         values = read_toml(config_file, self.section, self.settings) if config_file else {}
-        for name, given in parameters.items():
+        flags = {name: given for name, given in parameters.items() if given is not None and given != ()}
+        for name in flags:
+            values.pop(self.settings[name].instead_of or "", None)
+        for name, given in flags.items():
             one = self.settings[name]
-            if given is None or given == ():
-                continue
             if one.many and one.kind is not str:
                 given = ",".join(given)
             values[name] = convert(one, given, one.metavar or name.upper() if one.positional else one.flag)
