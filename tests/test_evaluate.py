@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dflash.checkpoint import load_drafter, write_drafter
+from dflash.checkpoint import Origin, load_drafter, write_drafter
 from dflash.data.prompts import read_prompts, render_prompt
 from dflash.drafter import Drafter, DrafterConfig, initialise
 from dflash.errors import DflashError
@@ -97,7 +97,8 @@ def test_other_weights_of_the_same_shape_are_warned_about(tmp_path: Path, capsys
     shutil.copytree(VECTORS / "drafter", tmp_path / "drafter")
     drafter = load_drafter(VECTORS / "drafter", torch.float32)
     tensors = dict(drafter.named_parameters())
-    write_drafter(tmp_path / "drafter", drafter.config, tensors, "float32", metadata={"target_weights": "0" * 64})
+    origin = Origin(target="other", weights="0" * 64, num_target_layers=8)
+    write_drafter(tmp_path / "drafter", drafter.config, tensors, "float32", origin=origin)
     run(tmp_path, [{"input_ids": CASES[0]["prompt"]}], drafter=str(tmp_path / "drafter"), limit=1)
     assert "was trained for target weights 000000000000" in capsys.readouterr().err
 

@@ -100,5 +100,11 @@ class ExportConfig:
         positional=True,
     )
     out: str | None = setting(None, "Folder to write; RUN/export unless given.")
-    layout: str = setting("z-lab", "Whose loader reads it: z-lab's class, vLLM and SGLang.", choices=("z-lab",))
+    layout: str = setting(
+        "z-lab",
+        "Whose loader reads it. z-lab: z-lab's class, vLLM and SGLang; speculators: vLLM's speculators loader.",
+        choices=("z-lab", "speculators"),
+    )
+    target: str | None = setting(None, "The live target, to compare its tapped layers with the stored states.")
+    trust_remote_code: bool = setting(False, "Run code that comes with the target.")
     dtype: str = setting("bfloat16", "Of the stored tensors.", choices=("bfloat16", "float16", "float32"))

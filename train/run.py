@@ -26,6 +26,7 @@ from dflash.train import folder as run_folder
 from dflash.train.config import TrainConfig
 from dflash.train.optimiser import Flat, Optimiser, learning_rate
 from dflash.train.order import Micro
+from dflash.train.origin import origin_of
 from dflash.train.reader import Layout, Reader
 from dflash.train.runner import Captured, Eager, Parts, Pending, Runner
 from dflash.train.setup import (
@@ -79,6 +80,7 @@ class Trainer:
         self.best: dict[str, Any] | None = None
         self.last_validation: dict[str, Any] | None = None
         self.last_line: dict[str, Any] | None = None
+        self.origin = origin_of(store)
         self.held_out = held_out_rows(store, rows)
         self.every = config.eval_every or max(1, plan.steps // 10)
         self.tokens_of = {bucket.name: store.plan.rows[bucket.name].length.tolist() for bucket in plan.order.buckets}
@@ -284,6 +286,8 @@ class Trainer:
             "identity": self._identity(),
             "drafter": self.shape.__dict__ | {"taps": list(self.shape.taps)},
             "target": self.store.meta.target,
+            "origin": self.origin.to_json(),
+            "counts": self.store.meta.counts,
             "token_ids": token_ids(self.store),
             "store": str(Path(self.config.store).resolve()),
             "best": self.best,

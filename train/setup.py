@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dflash.checkpoint import read_drafter
+from dflash.checkpoint import read_config, read_drafter
 from dflash.drafter import Drafter, DrafterConfig, RopeTable, initialise
 from dflash.errors import DflashError
 from dflash.files import replacing
@@ -22,6 +22,7 @@ from dflash.threads import set_threads
 from dflash.train.config import TrainConfig
 from dflash.train.optimiser import Flat, Optimiser, flatten
 from dflash.train.order import BucketRows, Order, anchors_of
+from dflash.train.origin import check_start
 from dflash.train.shape import drafter_config
 from dflash.train.step import Model, Objective, tap_rms
 
@@ -186,7 +187,7 @@ def build(
     drafter = Drafter(shape)
     initialise(drafter, config.seed)
     if config.init_from is not None:
-        warm_start(drafter, Path(config.init_from))
+        warm_start(drafter, Path(config.init_from), store)
     flat = flatten(drafter, dtype, device)
     ceiling = max(bucket.ceiling for bucket in store.buckets)
     head = Head(frozen.head, spec.logit_scale / spec.logit_divisor, spec.softcap)
@@ -204,15 +205,11 @@ def build(
     return model, objective, flat, Optimiser(flat, weight_decay=config.weight_decay, clip=config.clip), shape
 
 
-def warm_start(drafter: Drafter, folder: Path) -> None:
+def warm_start(drafter: Drafter, folder: Path, store: Store) -> None:
     """Weights of another drafter of the same shape and taps; a difference is named."""
-    theirs, tensors = read_drafter(folder)
-    for name in drafter.config.__dataclass_fields__:
-        ours, other = getattr(drafter.config, name), getattr(theirs, name)
-        if ours != other:
-            raise DflashError(
-                f"--init-from {folder} has {name} {other}, this run has {ours}; make them equal to start from it."
-            )
+    theirs, origin = read_config(folder)
+    check_start(drafter.config, theirs, origin, folder, store)
+    _, tensors = read_drafter(folder)
     drafter.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
 
 

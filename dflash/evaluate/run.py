@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from dflash.caches import TappedTarget
-from dflash.checkpoint import load_drafter, read_drafter
+from dflash.checkpoint import load_drafter, read_config, read_drafter
 from dflash.decode import Response, Sampling, decode_plain, decode_speculative, first_difference
 from dflash.drafter import Drafter, DrafterConfig
 from dflash.errors import DflashError
@@ -118,9 +117,9 @@ def check_pair(shape: DrafterConfig, spec: TargetSpec, config: EvalConfig) -> No
 
 def compare_fingerprints(drafter: Path, target: Path) -> None:
     """A warning, not an error: the same target in another dtype has another fingerprint."""
-    with safe_open(drafter / "model.safetensors", "pt") as file:
-        trained_for = (file.metadata() or {}).get("target_weights")
-    if trained_for is not None and trained_for != (found := weights_fingerprint(target)):
+    _, origin = read_config(drafter)
+    trained_for = origin.weights if origin else ""
+    if trained_for and trained_for != (found := weights_fingerprint(target)):
         say(
             f"Warning: drafter {drafter} was trained for target weights {trained_for[:12]}, {target} has {found[:12]}; "
             "acceptance may be lower."
