@@ -1,10 +1,10 @@
 """Conversations -> docs/ and plan.npz: what extraction needs to know before the target is loaded.
 
-One pass over the data writes every document to disk as it comes; in memory stay 48 bytes a document and two digests a
-conversation. Every line that does not end up in a row is counted by cause, so that lines = conversations + dropped.
+One pass over the data writes every document to disk as it comes; in memory stay some 30 bytes a document and 150 a
+conversation (its digest, against duplicates). Every line that does not end up in a row is counted by cause, so that
+lines = conversations + dropped, and so are tokens.
 """
 
-import hashlib
 from array import array
 from collections import Counter
 from collections.abc import Iterable
@@ -16,16 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash.data.config import DataConfig
-from dflash.data.conversations import BadLineError, Conversation, read_conversations
-from dflash.data.render import NO_ANSWER, Document, Mask, Renderer, render_documents
+from dflash.data.conversations import BadLineError
+from dflash.data.render import NO_ANSWER, Renderer
 from dflash.data.show import show_document
-from dflash.data.sources import Source, combine_digests
+from dflash.data.sources import Source, combine_digests, open_source
+from dflash.data.tokenise import CUT_OFF, TRUNCATED, Fitted, Job, Outcome, Tokeniser, chunks_of
 from dflash.errors import DflashError
 from dflash.progress import progress
 from dflash.store import DocumentsWriter, Plan, PlanRows, Prepared, bucket_name
 
 MIN_HELD_OUT, MAX_HELD_OUT = 8, 1024
-DUPLICATE, CUT_OFF, TOO_FEW = "duplicate", "answer_beyond_ceiling", "too_few_supervised"
+DUPLICATE = "duplicate"
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Tally:
     seen: set[bytes] = field(default_factory=set)
     dropped: Counter[str] = field(default_factory=Counter)
     dropped_documents: Counter[str] = field(default_factory=Counter)
+    dropped_tokens: Counter[str] = field(default_factory=Counter)
     truncated: int = 0
     lines: int = 0
     digests: list[str] = field(default_factory=list)
@@ -70,11 +72,15 @@ def prepare(
     )
     tally = Tally()
     writer = DocumentsWriter(folder / "docs")
+    job = Job(renderer, max(config.buckets))
     try:
-        with progress("preparing", None, "conversations") as advance:
-            for conversation in read_conversations(config.data, config.skip_bad, tally.dropped, tally.end_source):
-                _add(conversation, renderer, config, writer, tally)
-                advance(1)
+        with progress("preparing", None, "lines") as advance, Tokeniser(job) as tokeniser:
+            for number, path in enumerate(config.data):
+                source = open_source(path)
+                for outcome in tokeniser.outcomes(chunks_of(source, number)):
+                    _add(outcome, number, renderer, config, writer, tally)
+                    advance(1)
+                tally.end_source(source)
     finally:
         documents = writer.close()
     assert tally.lines == tally.conversations + sum(tally.dropped.values()), "a line is neither kept nor counted"
@@ -95,79 +101,39 @@ def prepare(
 
 
 def _add(
-    conversation: Conversation, renderer: Renderer, config: DataConfig, writer: DocumentsWriter, tally: Tally
+    outcome: Outcome, file: int, renderer: Renderer, config: DataConfig, writer: DocumentsWriter, tally: Tally
 ) -> None:
-    """Write the conversation's documents, or count why there are none."""
-    digest = hashlib.sha256(conversation.canonical).digest()[:16]
-    if digest in tally.seen:
+    """Write the line's documents, or count why there are none."""
+    place = f"{config.data[file]}, line {outcome.line}"
+    if outcome.digest and outcome.digest in tally.seen:
         tally.dropped[DUPLICATE] += 1
+        lost = sum(len(tokens) for tokens, *_ in outcome.documents) + outcome.beyond
+        tally.dropped_tokens[DUPLICATE] += lost + sum(tokens for _, tokens in outcome.lost)
         return
-    tally.seen.add(digest)
-    try:
-        documents = _render(conversation, renderer)
-    except BadLineError as error:
-        if not config.skip_bad:
-            place = f"{config.data[conversation.file]}, line {conversation.line}"
-            raise error.at(place) from error
-        tally.dropped[error.cause] += 1
+    if outcome.digest:
+        tally.seen.add(outcome.digest)
+    if outcome.problem and not config.skip_bad:
+        raise BadLineError(outcome.cause, outcome.problem).at(place)
+    for cause, tokens in outcome.lost:
+        tally.dropped_tokens[cause] += tokens
+    if outcome.cause:
+        tally.dropped[outcome.cause] += 1
         return
-    if isinstance(documents, str):
-        tally.dropped[documents] += 1
-        return
-    fitted = [fit(document, max(config.buckets)) for document in documents]
-    kept = [document for document in fitted if not isinstance(document, str)]
-    causes = [cause for cause in fitted if isinstance(cause, str)]
-    if not kept:
-        tally.dropped[causes[0]] += 1
-        return
-    tally.dropped_documents.update(causes)
-    for document in kept:
-        _write(conversation, document, max(config.buckets), writer, tally)
+    tally.dropped_documents.update(cause for cause, _ in outcome.lost)
+    tally.dropped_tokens[TRUNCATED] += outcome.beyond
+    for document in outcome.documents:
+        _write(file, outcome.line, document, writer, tally)
         if len(tally.length) <= config.show:
-            place = f"{config.data[conversation.file]}, line {conversation.line}"
             show_document(len(tally.length) - 1, place, *document[:2], renderer.tokenizer)
-    tally.keys += hashlib.sha256(conversation.opening).digest()[:8] + digest[:8]
+    tally.keys += outcome.opening + outcome.digest[:8]
 
 
-def _render(conversation: Conversation, renderer: Renderer) -> list[Document] | str:
-    if renderer.tokenizer is None and conversation.kind != "tokens":
-        raise BadLineError("no_tokenizer", "it is text, but the target has no tokenizer")
-    documents = render_documents(conversation, renderer)
-    if renderer.vocab_size is not None and not isinstance(documents, str):
-        highest = max((int(tokens.max()) for tokens, _ in documents if len(tokens)), default=0)
-        if highest >= renderer.vocab_size:
-            what = f"it holds the token id {highest}, but the target's embedding has {renderer.vocab_size} rows"
-            raise BadLineError("token_outside_vocabulary", what)
-    return documents
-
-
-def fit(document: Document, ceiling: int) -> tuple[NDArray, NDArray, bool] | str:
-    """(tokens, mask, cut) of at most `ceiling` tokens; or why the document is of no use."""
-    tokens, mask = document
-    if not has_neighbours(mask):
-        return TOO_FEW
-    if len(tokens) <= ceiling:
-        return tokens, mask, False
-    return (tokens[:ceiling], mask[:ceiling], True) if has_neighbours(mask[:ceiling]) else CUT_OFF
-
-
-def has_neighbours(mask: Mask) -> bool:
-    """Two supervised tokens side by side: the least that makes an anchor with something to predict."""
-    return bool((mask[:-1] & mask[1:]).any())
-
-
-def _write(
-    conversation: Conversation,
-    document: tuple[NDArray, NDArray, bool],
-    ceiling: int,
-    writer: DocumentsWriter,
-    tally: Tally,
-) -> None:
+def _write(file: int, line: int, document: Fitted, writer: DocumentsWriter, tally: Tally) -> None:
     tokens, mask, cut = document
     writer.add(tokens, mask)
     tally.conversation.append(tally.conversations)
-    tally.file.append(conversation.file)
-    tally.line.append(conversation.line)
+    tally.file.append(file)
+    tally.line.append(line)
     tally.length.append(len(tokens))
     tally.supervised.append(int(mask.sum()))
     tally.truncated += cut
@@ -235,6 +201,7 @@ def _counts(tally: Tally, held_out: NDArray[np.bool_]) -> dict[str, Any]:
         "truncated": tally.truncated,
         "dropped": dict(sorted(tally.dropped.items())),
         "dropped_documents": dict(sorted(tally.dropped_documents.items())),  # of conversations that are kept
+        "dropped_tokens": {cause: n for cause, n in sorted(tally.dropped_tokens.items()) if n},
         "held_out": {
             "conversations": int(held_out.sum()),
             "documents": int(held_out[np.array(tally.conversation, np.int64)].sum()),

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash.data.conversations import BadLineError, Conversation, Message
+from dflash.data.limit import within
 from dflash.errors import DflashError
 
 Tokens = NDArray[np.int32]
@@ -28,6 +29,7 @@ NO_ANSWER = "no_answer"
 # Names under which templates let a prompt start with an empty think block.
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 REASONING_PROBE = "zqxj"
+TEMPLATE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,7 @@ class Renderer:
     template_args: Mapping[str, Any] = field(default_factory=dict)
     stop_ids: frozenset[int] = frozenset()
     vocab_size: int | None = None
+    seconds: float = TEMPLATE_SECONDS  # for one rendering
     _tails: dict[str, list[int]] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -67,7 +70,7 @@ class Renderer:
     def text(self, conversation: Conversation, messages: Sequence[Message], prompt: bool = False, **switch: Any) -> str:
         """The template's rendering; with `prompt` it ends where the target starts to generate."""
         args = {**self.template_args, **conversation.template_args, **switch}
-        return render_text(messages, self.tokenizer, args, conversation.tools, prompt)
+        return render_text(messages, self.tokenizer, args, conversation.tools, prompt, self.seconds)
 
 
 @dataclass(frozen=True)
@@ -79,16 +82,34 @@ class Turn:
     end: int
 
 
+class EndlessTemplateError(BadLineError):
+    """The template was still running when its time was over."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__("endless_template", f"the chat template has not rendered it within {seconds:g} s")
+
+
 def render_text(
-    messages: Sequence[Message], tokenizer: Any, template_args: Mapping[str, Any], tools: list[Any] | None, prompt: bool
+    messages: Sequence[Message],
+    tokenizer: Any,
+    template_args: Mapping[str, Any],
+    tools: list[Any] | None,
+    prompt: bool,
+    seconds: float = TEMPLATE_SECONDS,
 ) -> str:
-    """`messages` as the chat template writes them."""
+    """`messages` as the chat template writes them, in transformers' sandbox and for a limited time."""
     if not tokenizer.chat_template:
         raise DflashError("The tokenizer has no chat template; give one with --chat-template FILE.")
     try:
-        return tokenizer.apply_chat_template(
-            list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt, **template_args
+        return within(
+            seconds,
+            EndlessTemplateError(seconds),
+            lambda: tokenizer.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt, **template_args
+            ),
         )
+    except EndlessTemplateError:
+        raise
     except Exception as error:  # a template can fail with any exception of Jinja's and of Python's
         what = " ".join(str(error).split()) or type(error).__name__
         raise BadLineError("template_error", f"the chat template cannot render it ({what})") from error
@@ -180,8 +201,8 @@ def _find_prompt(conversation: Conversation, number: int, renderer: Renderer, fu
     before, message = conversation.messages[:number], conversation.messages[number]
     try:
         plain = renderer.text(conversation, before, prompt=True)
-    except BadLineError:
-        if number:
+    except BadLineError as error:
+        if number or isinstance(error, EndlessTemplateError):
             raise
         plain = ""  # many templates cannot render a conversation of no messages
     reasons = bool(message.get("reasoning_content"))
@@ -216,6 +237,8 @@ def _empty_reasoning(
     messages.append({**conversation.messages[number], "reasoning_content": REASONING_PROBE})
     try:
         reasoned = renderer.text(conversation, messages)
+    except EndlessTemplateError:
+        raise
     except BadLineError:
         return ""  # this template knows no reasoning
     opening, found, rest = reasoned[len(prompt) :].partition(REASONING_PROBE)

@@ -14,7 +14,10 @@ LIMITED = 0.05  # share of the time without a forward, from which something else
 
 def summarise_run(store: Store, totals: Totals) -> dict[str, Any]:
     """What was done, for --json and the screen; warns of a low label agreement."""
-    result = forecast.summarise(store.meta, store.plan, allocated_bytes(store.root))
+    per_bucket: dict[str, int] = {}
+    for (bucket, _), entry in store.index.entries.items():
+        per_bucket[bucket] = per_bucket.get(bucket, 0) + int(entry["bytes"])
+    result = forecast.summarise(store.meta, store.plan, allocated_bytes(store.root), per_bucket)
     bad = [(shard, each) for shard, entry in store.index.entries.items() for each in entry["bad"]]
     if bad:
         result["dropped"]["nonfinite"] = len(bad)
@@ -60,5 +63,5 @@ def speeds(totals: Totals) -> dict[str, Any]:
         "tokens_per_second": totals.tokens / seconds if totals.tokens else 0.0,
         "limited_by": limited,
         "gpu_wait": min(1.0, wait) if totals.tokens else 0.0,
-        "writer_busy": totals.writing / seconds if totals.tokens else 0.0,
+        "disk_wait": min(1.0, totals.disk_idle / seconds) if totals.tokens else 0.0,
     }
