@@ -20,9 +20,13 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.2,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
 # family -> (prefix of the transformers classes, what differs from SHAPE)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {}),
+    "qwen3-untied": ("Qwen3", {"tie_word_embeddings": False, "head_dim": 32}),
     "llama": ("Llama", {"tie_word_embeddings": False}),
     "qwen2": ("Qwen2", {"head_dim": None}),
     "qwen3-moe": ("Qwen3Moe", EXPERTS),
@@ -33,7 +37,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}),
     "cohere": ("Cohere", {"logit_scale": 0.25, "head_dim": None}),
     "granite": ("Granite", {"logits_scaling": 6.0, "embedding_multiplier": 12.0, "head_dim": None}),
+    "qwen3-next": ("Qwen3Next", EXPERTS | LINEAR | {"shared_expert_intermediate_size": 32}),
+    "qwen3.5": ("Qwen3_5Text:Qwen3_5", LINEAR | {"tie_word_embeddings": False}),
+    "gemma3-vision": ("Gemma3", {"sliding_window": 8, "query_pre_attn_scalar": 16}),
+    "qwen3.5-vision": ("Qwen3_5", LINEAR | {"tie_word_embeddings": False}),
 }
+# The part of a multimodal target that reads pictures, as small as its config lets it be.
+VISION: dict[str, dict[str, Any]] = {
+    "gemma3-vision": {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
+        "image_size": 16, "patch_size": 8,
+    },
+    "qwen3.5-vision": {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "patch_size": 8,
+        "num_position_embeddings": 16, "out_hidden_size": 64,
+    },
+}  # fmt: skip
 
 
 def make_tokenizer() -> Any:
@@ -59,9 +78,15 @@ def make_model(family: str = "qwen3", seed: int = 0, **changes: Any) -> Any:
     prefix, differs = FAMILIES[family]
     config_prefix, _, model_prefix = prefix.partition(":")
     settings = {k: v for k, v in (SHAPE | differs | changes).items() if v is not None or k == "bos_token_id"}
-    config = getattr(transformers, f"{config_prefix}Config")(**settings)
+    kind, config_class = "ForCausalLM", getattr(transformers, f"{config_prefix}Config")
+    if vision := VISION.get(family):
+        text = getattr(transformers, f"{config_prefix}TextConfig")(**settings)
+        kind, tied = "ForConditionalGeneration", settings["tie_word_embeddings"]
+        config = config_class(text_config=text.to_dict(), vision_config=vision, tie_word_embeddings=tied)
+    else:
+        config = config_class(**settings)
     torch.manual_seed(seed)
-    return getattr(transformers, f"{model_prefix or config_prefix}ForCausalLM")(config).eval()
+    return getattr(transformers, f"{model_prefix or config_prefix}{kind}")(config).eval()
 
 
 def make_tiny(

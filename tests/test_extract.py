@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from make_tiny import FAMILIES, make_tiny
+from make_tiny import FAMILIES, make_model, make_tiny
 from safetensors.torch import load_file, save_file
 
 from dflash.data.config import DataConfig
@@ -140,19 +140,33 @@ def test_states_and_labels_are_the_targets_own(family: str, data: str, tmp_path:
     assert result["documents"] == result["rows"] == 12
 
 
-def test_batched_equals_alone(tiny_target: Path, data: str, tmp_path: Path) -> None:
-    """Rows do not mix, and padding reaches nothing: within rounding of the document run by itself."""
-    run(tiny_target, data, tmp_path / "store", layers=(1, 5))
-    store, model = Store.open(tmp_path / "store"), load_target(tiny_target)
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batched_equals_alone(family: str, side: str, tmp_path: Path) -> None:
+    """Eight documents with a shared prefix, from five tokens to the ceiling: rows do not mix, padding reaches nothing,
+    wherever the tokenizer would put it. Within rounding of each document run by itself; top-k and labels as well."""
+    target = make_tiny(tmp_path / "target", family)
+    tokenizer = json.loads((target / "tokenizer_config.json").read_text())
+    (target / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"padding_side": side}))
+    draw = np.random.default_rng(3)
+    texts = ["".join(["same ", *map(chr, draw.integers(97, 123, n - 5))]) for n in (5, 24, 9, 13, 48, 30, 25, 47)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    run(target, str(tmp_path / "data.jsonl"), tmp_path / "store", layers=(1, 5), labels="topk:4")
+    store, model = Store.open(tmp_path / "store"), load_target(target)
+    assert sorted(store.documents.lengths()) == sorted(map(len, texts))
     for document, row in rows_of(store).items():
         ids = torch.from_numpy(np.array(store.documents[document][0], dtype=np.int64))[None]
         layers, _, logits = own_forward(model, ids)
         for i, tap in enumerate((1, 5)):
             ours, alone = bfloat16(row["hidden"])[:, 64 * i : 64 * (i + 1)].float(), layers[tap][0].bfloat16().float()
             assert (ours - alone).norm() <= 1e-3 * alone.norm()
-        top = logits[0, :-1].topk(2).values
-        clear = top[:, 0] - top[:, 1] > 1e-4
-        assert np.array_equal(row["labels"][1:][clear.numpy()], logits[0, :-1].argmax(-1).numpy()[clear.numpy()])
+        top = logits[0, :-1].topk(5).values
+        clear = (top[:, :-1] - top[:, 1:]).min(-1).values > 1e-4
+        assert clear.any()
+        assert np.array_equal(row["labels"][1:][clear], logits[0, :-1].argmax(-1)[clear])
+        values, best = logits[0, :-1].log_softmax(-1).topk(4)
+        assert np.array_equal(row["topk_ids"][1:][clear], best[clear])
+        assert np.allclose(row["topk_logp"][1:], values, rtol=2e-3, atol=2e-3)
 
 
 def test_stale_and_nan_buffers_never_reach_the_store(
@@ -295,7 +309,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(
     monkeypatch.setattr("dflash.extract.run.load_target", load)
     with pytest.raises(DflashError, match="more than --budget 100KB"):
         run(tiny_target, data, tmp_path / "store", budget="100KB")
-    monkeypatch.setattr("dflash.extract.forecast.free_bytes", lambda path: 1000)
+    monkeypatch.setattr("dflash.extract.disk.free_bytes", lambda path: 1000)
     with pytest.raises(DflashError, match=r"1\.0 KB are free"):
         run(tiny_target, data, tmp_path / "store")
     assert not (tmp_path / "store").exists()
@@ -587,17 +601,26 @@ def test_logits_exist_for_a_chunk_of_positions_only(
     }
 
 
-def test_the_target_in_another_dtype(tiny_target: Path, data: str, tmp_path: Path) -> None:
-    run(tiny_target, data, tmp_path / "store", dtype="bfloat16")
-    store, model = Store.open(tmp_path / "store"), load_target(tiny_target, dtype="bfloat16")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("by_flag", [True, False])
+def test_targets_in_half_precision(dtype: str, by_flag: bool, data: str, tmp_path: Path) -> None:
+    """As the checkpoint is, in several files, or by --dtype from fp32: the forward runs in that type."""
+    made = torch.float32 if by_flag else getattr(torch, dtype)
+    make_model("qwen3-untied").to(made).save_pretrained(tmp_path / "target", max_shard_size="100KB")
+    assert (tmp_path / "target" / "model.safetensors.index.json").exists()
+    run(tmp_path / "target", data, tmp_path / "store", dtype=dtype if by_flag else None, labels="last-hidden")
+    store, model = Store.open(tmp_path / "store"), load_target(tmp_path / "target", dtype=dtype)
     documents, ids = padded_batches(store)[0]
     with torch.inference_mode():
-        assert text_model(model)(input_ids=ids).last_hidden_state.dtype == torch.bfloat16
-    layers, _, _ = own_forward(model, ids)
+        assert text_model(model)(input_ids=ids).last_hidden_state.dtype == getattr(torch, dtype)
+    layers, last, logits = own_forward(model, ids)
     row = rows_of(store)[documents[0]]
     n = len(row["labels"])
-    assert torch.equal(bfloat16(row["hidden"]), torch.cat([layers[t][0, :n] for t in (1, 2, 3)], dim=-1))
-    assert store.meta.target["dtype"] == "bfloat16"
+    expected = torch.cat([layers[t][0, :n].bfloat16() for t in (1, 2, 3)], dim=-1)
+    assert torch.equal(bfloat16(row["hidden"]), expected)
+    assert torch.equal(bfloat16(row["last"]), last[0, :n].bfloat16())
+    assert np.array_equal(row["labels"][1:], logits[0, : n - 1].argmax(-1))
+    assert store.meta.target["dtype"] == dtype
 
 
 @pytest.mark.gpu
