@@ -24,17 +24,20 @@ class Graphs:
         self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
         self.plain: dict[str, Callable[[], None]] = {}
         self.seconds: dict[str, float] = {}
+        self.peaks: dict[str, int] = {}  # most bytes allocated while it was warmed up and captured
 
     def prepare(self, name: str, work: Callable[[], None], capture: bool, warm_up: int = WARM_UP) -> None:
         """Warm `work` up (which compiles it) and record it. It reads and writes static tensors only."""
         start = time.perf_counter()
+        torch.cuda.reset_peak_memory_stats(self.device)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             for _ in range(warm_up):
                 work()
         self.stream.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()  # what warming up took is no use to the graphs' pool
         if capture:
-            gc.collect()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
                 work()
@@ -42,6 +45,7 @@ class Graphs:
         else:
             self.plain[name] = work
         torch.cuda.synchronize(self.device)
+        self.peaks[name] = torch.cuda.max_memory_allocated(self.device)
         self.seconds[name] = time.perf_counter() - start
 
     def run(self, name: str) -> None:

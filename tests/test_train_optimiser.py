@@ -46,23 +46,72 @@ def test_updates_equal_torch_adamw_with_division_and_clipping(clip: float, decay
         assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-6), name
 
 
+def test_muon_equals_torchs_on_matrices_and_leaves_vectors_to_adamw() -> None:
+    """bf16 products inside: the same up to their rounding, relative to the size of a step."""
+    ours, plain = made(), made()
+    flat = flatten(ours, torch.float32, torch.device("cpu"))
+    optimiser = Optimiser(flat, weight_decay=0.1, clip=1e9, kind="muon")
+    matrices = [p for p in plain.parameters() if p.ndim > 1]
+    vectors = [p for p in plain.parameters() if p.ndim == 1]
+    theirs = [
+        torch.optim.Muon(matrices, lr=0.01, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(vectors, lr=0.01, weight_decay=0.0),
+    ]
+    before = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
+    generator = torch.Generator().manual_seed(0)
+    optimiser.lr.fill_(0.01)
+    for _ in range(4):
+        named = flat.views(flat.grad)
+        for name, parameter in plain.named_parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+            named[name] += 8 * parameter.grad
+        optimiser.update(torch.tensor(8.0))
+        for each in theirs:
+            each.step()
+    for (name, mine), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        moved = (other - before[name]).norm()
+        assert (mine - other).norm() < 0.02 * moved, name
+    assert optimiser.state().keys() >= {"momentum.fc.weight", "exp_avg.norm.weight", "step.0"}
+    assert "exp_avg.fc.weight" not in optimiser.state()
+
+
+def test_the_average_follows_the_masters_and_serves_in_their_place() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        drafter = made()
+        flat = flatten(drafter, dtype, torch.device("cpu"))
+        optimiser = Optimiser(flat, weight_decay=0.0, clip=1.0, ema=0.9)
+        optimiser.lr.fill_(0.1)
+        expected = flat.master.clone()
+        for step in range(1, 31):
+            flat.grad.normal_()
+            optimiser.update(torch.tensor(1.0))
+            decay = min(0.9, (1 + step) / (10 + step))
+            expected = decay * expected + (1 - decay) * flat.master
+        assert torch.allclose(optimiser.ema, expected, rtol=1e-4, atol=1e-6)
+        master, weights = flat.master.clone(), flat.weights.clone()
+        with optimiser.averaged():
+            served = flat.views(optimiser.ema.to(dtype))["fc.weight"]
+            assert torch.equal(drafter.fc.weight, served)
+        assert torch.equal(flat.master, master)
+        assert torch.equal(flat.weights, weights)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize(("gradient", "denominator"), [(0.0, 0.0), (float("nan"), 3.0), (float("inf"), 3.0)])
-def test_no_weight_or_a_value_that_is_not_finite_skips_the_update(gradient: float, denominator: float) -> None:
+def test_no_weight_or_a_value_that_is_not_finite_skips_the_update(
+    gradient: float, denominator: float, kind: str
+) -> None:
     drafter = made()
     flat = flatten(drafter, torch.float32, torch.device("cpu"))
-    optimiser = Optimiser(flat, weight_decay=0.1, clip=1.0)
+    optimiser = Optimiser(flat, weight_decay=0.1, clip=1.0, kind=kind, ema=0.9)
     optimiser.lr.fill_(0.01)
     flat.grad.fill_(1.0)
     optimiser.update(torch.tensor(5.0))
-    before = [
-        flat.master.clone(),
-        *(m.clone() for m in optimiser.moments.values()),
-        *(c.clone() for c in optimiser.counts),
-    ]
+    before = [tensor.clone() for tensor in (flat.master, optimiser.ema, *optimiser.state().values())]
     flat.grad[3] = gradient
     _, skipped = optimiser.update(torch.tensor(denominator))
     assert skipped == 1
-    after = [flat.master, *optimiser.moments.values(), *optimiser.counts]
+    after = [flat.master, optimiser.ema, *optimiser.state().values()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert not flat.grad.any()
 

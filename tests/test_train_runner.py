@@ -1,38 +1,171 @@
-"""The static step that a GPU captures: the same numbers as the eager one, and nothing in it that cannot be captured."""
+"""The static step that a GPU captures: the same numbers as the eager one, however it is cut, and nothing in it that
+cannot be captured. Here its functions run uncaptured, under attention by torch's dense kernel, which has a backward."""
 
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
-from test_train_step import BLOCK, CEILING, ROWS, STEP, make_batch, make_model, objective
+import torch.nn.functional as F
+from test_drafter import small_config
+from test_train_step import BLOCK, CEILING, HIDDEN, ROWS, STEP, VOCABULARY, make_batch, make_model, objective
+from torch.nn.attention.flex_attention import create_mask
 
+from dflash.drafter import FULL, SLIDING, Drafter, RopeTable, initialise
 from dflash.flex import TILE, anchors_per_tile, round_up
 from dflash.loss import decay_weights
-from dflash.train.runner import Captured, Parts
-from dflash.train.step import Blocks, loss_of, micro_loss
+from dflash.train import layerwise, runner, static
+from dflash.train.memory import PLAIN, Economy
+from dflash.train.optimiser import Optimiser, flatten
+from dflash.train.order import BucketRows, Micro
+from dflash.train.reader import Layout
+from dflash.train.runner import Captured, Eager, Parts
+from dflash.train.static import Geometry, StaticStep
+from dflash.train.step import Batch, Blocks, loss_of, micro_loss
 
-pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
 CONTEXT = round_up(ROWS * CEILING, TILE)
+CPU = torch.device("cpu")
+BUCKETS = [BucketRows("b0040", 40, 9, 3, 70), BucketRows("b0017", 17, 9, 6, 9), BucketRows("b0090", 90, 9, 1, 150)]
 
 
-def static_parts(anchors: int) -> tuple[Captured, int]:
-    """The functions that are captured, without a GPU; and the padded number of anchors."""
-    captured = Captured.__new__(Captured)
-    goal = objective(decay_J=decay_weights(BLOCK, 2.0, "cpu"))
-    captured.parts = Parts(make_model(torch.float32), goal, None, 9, torch.device("cpu"))
-    captured.block, captured.step = BLOCK, STEP
-    return captured, round_up(anchors, anchors_per_tile(BLOCK))
+def same(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+def make_parts(sliding: bool = False, **changes: object) -> Parts:
+    """Fresh parts; equal ones at every call."""
+    model = make_model(torch.float32)
+    config = small_config(
+        block_size=BLOCK, **({"layer_types": (SLIDING, FULL), "sliding_window": 11} if sliding else {})
+    )
+    drafter = Drafter(config)
+    initialise(drafter, seed=2)
+    flat = flatten(drafter, torch.float32, CPU)
+    model = replace(model, drafter=drafter, rope=RopeTable(config, 100, torch.float32, CPU))
+    goal = objective(decay_J=decay_weights(BLOCK, 2.0, CPU), **changes)
+    return Parts(model, goal, Optimiser(flat, weight_decay=0.0, clip=1.0), 9, CPU)
+
+
+class PlainGraphs:
+    """Stands for dflash.graphs.Graphs where there is no GPU: work is run, not captured."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.work: dict[str, Callable[[], None]] = {}
+
+    def prepare(self, name: str, work: Callable[[], None], capture: bool) -> None:
+        work()
+        self.work[name] = work
+
+    def run(self, name: str) -> None:
+        self.work[name]()
+
+
+class OnCpu(Captured):
+    def _run(self, name: str) -> None:
+        self.graphs.run(name)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dense_flex(mask: Any, sliding: Any = None) -> Callable[..., torch.Tensor]:
+        def attend(q, k, v, block_k, block_v, window=None):  # noqa: ANN001, ANN202
+            keys, values = torch.cat((k, block_k)), torch.cat((v, block_v))
+            rule = (mask if window is None else sliding).mask_mod
+            seen = create_mask(rule, None, None, len(q), len(keys), device="cpu")[0, 0]
+            q, keys, values = (part.transpose(0, 1)[None] for part in (q, keys, values))
+            return F.scaled_dot_product_attention(q, keys, values, seen, enable_gqa=True)[0].transpose(0, 1)
+
+        return attend
+
+    monkeypatch.setattr(static, "attend_flex", dense_flex)
+    monkeypatch.setattr(layerwise, "attend_flex", dense_flex)
+    monkeypatch.setattr(runner, "Graphs", PlainGraphs)
+    monkeypatch.setattr(runner, "compiled", same)
+
+
+def make_layout(largest: int = max(b.rows_per_micro * b.ceiling for b in BUCKETS)) -> Layout:
+    tails = {"hidden": (2 * HIDDEN,), "input_ids": (), "labels": (), "loss_mask": ()}
+    dtypes = {"hidden": torch.bfloat16, "input_ids": torch.int32, "labels": torch.int32, "loss_mask": torch.uint8}
+    return Layout(tails, dtypes, largest)
+
+
+def bucket_batch(bucket: BucketRows, seed: int) -> Batch:
+    """Random rows of random lengths, the last one missing where there are several; NaN behind them."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, ceiling = bucket.rows_per_micro, bucket.ceiling
+    lengths = torch.randint(ceiling // 2, ceiling + 1, (rows,), generator=generator, dtype=torch.int32)
+    lengths[-1] = 0 if rows > 1 else ceiling
+    hidden = torch.randn(rows, ceiling, 2 * HIDDEN, generator=generator).bfloat16()
+    ids = torch.randint(VOCABULARY, (rows, ceiling), generator=generator, dtype=torch.int32)
+    labels = torch.where(torch.rand(ids.shape, generator=generator) < 0.8, ids, (ids + 1) % VOCABULARY)
+    mask = (torch.rand(ids.shape, generator=generator) < 0.85).to(torch.uint8)
+    behind = torch.arange(ceiling) >= lengths[:, None]
+    hidden[behind] = float("nan")
+    ids[behind], labels[behind], mask[behind] = 2**31 - 1, -(2**31), 255
+    return Batch(hidden, ids, labels, mask, lengths, torch.arange(rows) + 100 * seed)
+
+
+def run_all(made: Captured | Eager, order: tuple[int, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Sums and gradient after each of several micro-steps of mixed buckets, then the update's outcome and masters."""
+    flat, results = made.parts.optimiser.flat, []
+    for step, index in enumerate(order):
+        made.micro(Micro(BUCKETS[index], ()), bucket_batch(BUCKETS[index], index), step)
+        results.append((made.sums.vector.clone(), flat.grad.clone()))
+    outcome = made.update(0.01).clone()
+    return [*results, (outcome, flat.master.clone())]
+
+
+WAYS = {
+    "bucket": (False, PLAIN),
+    "budget": (True, PLAIN),
+    "bucket in replays": (False, Economy(anchors=20)),
+    "budget in replays": (True, Economy(anchors=128)),
+    "checkpointing": (False, Economy(layerwise=True)),
+    "all of it": (True, Economy(anchors=64, layerwise=True, chunk=VOCABULARY * 40)),
+}
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("sliding", [False, True], ids=["full", "sliding"])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_gives_the_eager_losses_gradients_and_update(way: str, sliding: bool) -> None:
+    """fp32 sums in another order: 1e-5. Buckets alternate, so each finds the others' leftovers in its inputs."""
+    budget, economy = WAYS[way]
+    made = OnCpu(make_parts(sliding), make_layout(), BUCKETS, capture=False, budget=budget, economy=economy)
+    assert list(made.graphs.work) == ["budget", "update"] if budget else ["b0040", "b0017", "b0090", "update"]
+    order = (0, 1, 2, 1, 0)
+    expected = run_all(Eager(make_parts(sliding)), order)
+    for (sums, gradient), (eager_sums, eager_gradient) in zip(run_all(made, order), expected, strict=True):
+        assert torch.allclose(sums, eager_sums, rtol=1e-5)
+        assert (gradient - eager_gradient).norm() <= 1e-5 * eager_gradient.norm()
+    assert not made.parts.optimiser.flat.grad.any()
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_warming_up_learns_nothing() -> None:
+    parts = make_parts()
+    before = parts.optimiser.flat.master.clone()
+    made = OnCpu(parts, make_layout(), BUCKETS, capture=False, budget=True)
+    assert torch.equal(before, parts.optimiser.flat.master)
+    assert not made.sums.vector.any()
+    assert all(count == 0 for count in parts.optimiser.counts)
 
 
 @pytest.mark.parametrize("anchors", [6, 60])
 @pytest.mark.parametrize("poison", [0.5, float("nan")])
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_padded_anchors_and_context_give_the_eager_steps_sums(anchors: int, poison: float) -> None:
-    static, padded = static_parts(anchors)
-    parts, batch = static.parts, make_batch(poison)
-    blocks = static._lay(batch, anchors, padded)
-    assert len(blocks.flat_A) == padded > blocks.live_A.sum()
+    """Under flex attention itself, forward only: on a CPU it has no backward."""
+    parts, batch = make_parts(), make_batch(poison)
+    step = StaticStep(parts, PLAIN, same)
+    step.step.copy_(STEP)
+    geometry = Geometry.of(batch, anchors, BLOCK, PLAIN)
+    assert geometry.replay == round_up(anchors, anchors_per_tile(BLOCK))
+    blocks = step._lay(batch, anchors, geometry.replay, 1)
+    assert len(blocks.flat_A) == geometry.replay > blocks.live_A.sum()
     with torch.no_grad():
-        hidden = static._forward(batch, blocks, CONTEXT)
+        hidden = step._forward(batch, blocks, CONTEXT)
     ours = loss_of(parts.model, batch, blocks, parts.objective, hidden)
     eager, live = micro_loss(parts.model, batch, parts.objective, anchors, 9, STEP)
     assert live == blocks.live_A.sum()
@@ -40,21 +173,32 @@ def test_padded_anchors_and_context_give_the_eager_steps_sums(anchors: int, pois
         assert torch.allclose(getattr(ours, field.name), getattr(eager, field.name), rtol=1e-5), field.name
 
 
-def test_it_compiles_into_one_graph_without_reading_back() -> None:
-    static, padded = static_parts(10)
-    batch = make_batch()
-    lay = torch.compile(static._lay, fullgraph=True, dynamic=False, backend="aot_eager")
-    forward = torch.compile(static._forward, fullgraph=True, dynamic=False, backend="aot_eager")
+@pytest.mark.parametrize("budget", [False, True])
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_it_compiles_into_one_graph_without_reading_back(budget: bool) -> None:
+    parts, batch = make_parts(), make_batch()
+    step = StaticStep(parts, PLAIN, same)
+    if budget:
+        flat = {f.name: getattr(batch, f.name) for f in fields(Batch) if getattr(batch, f.name) is not None}
+        flat = {name: part if part.ndim == 1 else part.flatten(0, 1)[None] for name, part in flat.items()}
+        batch = Batch(**flat, ceiling=step.ceiling)
+        step.ceiling.fill_(CEILING)
+        step.most.fill_(10)
+    replay = anchors_per_tile(BLOCK)
+    lay = torch.compile(step._lay, fullgraph=True, dynamic=False, backend="aot_eager")
+    forward = torch.compile(step._forward, fullgraph=True, dynamic=False, backend="aot_eager")
     with torch.no_grad():
-        plain, compiled = static._lay(batch, 10, padded), lay(batch, 10, padded)
+        plain, compiled = step._lay(batch, 10, replay, 1), lay(batch, 10, replay, 1)
         for field in fields(Blocks):
             assert torch.equal(getattr(plain, field.name), getattr(compiled, field.name)), field.name
         hidden = forward(batch, compiled, CONTEXT)
-        assert torch.equal(hidden, static._forward(batch, plain, CONTEXT))
+        assert torch.equal(hidden, step._forward(batch, plain, CONTEXT))
         torch._dynamo.config.error_on_recompile = True
         try:
-            static.step.add_(1)  # other anchors, the same graph
-            forward(batch, lay(batch, 10, padded), CONTEXT)
+            step.step.add_(1)  # other anchors, other rows: the same graph
+            if budget:
+                step.ceiling.fill_(CEILING // 2)
+                step.most.fill_(7)
+            forward(batch, lay(batch, 10, replay, 1), CONTEXT)
         finally:
             torch._dynamo.config.error_on_recompile = False
-            static.step.sub_(1)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from dflash.config import REQUIRED, setting
+from dflash.config import REQUIRED, parse_size, setting
 from dflash.errors import DflashError
 
 LOSSES = ("ce", "ce-tokens", "kl")
@@ -25,9 +25,13 @@ class TrainConfig:
         None, "Width of the MLP; the target's if dense, else 3 times the hidden size."
     )
     mask_token: str | None = setting(None, "Id or text of the token that fills the slots to draft.")
+    sliding_window: int | None = setting(
+        None, "Positions that a sliding layer sees, its own included; attention is full unless given."
+    )
+    full_layers: int = setting(1, "With --sliding-window: how many of the last layers keep full attention.")
 
-    steps: int | None = setting(None, "Optimiser steps; instead of --epochs.")
-    epochs: float | None = setting(None, "Passes over the rows (6 unless --steps is given).")
+    steps: int | None = setting(None, "Optimiser steps; instead of --epochs.", instead_of="epochs")
+    epochs: float | None = setting(None, "Passes over the rows (6 unless --steps is given).", instead_of="steps")
     token_budget: int | None = setting(
         None, "Padded context tokens of a micro-step: 12,288 on a GPU, 2,048 on a CPU, at least one row."
     )
@@ -50,7 +54,13 @@ class TrainConfig:
     lr: float = setting(6e-4, "Peak learning rate; a cosine falls to zero from there.")
     warmup: float = setting(0.04, "Share of the steps in which the learning rate rises.")
     clip: float = setting(1.0, "Largest norm of the gradient.")
-    weight_decay: float = setting(0.0, "AdamW's weight decay, for matrices only.")
+    optimizer: str = setting(
+        "adamw", "adamw, or muon for the matrices and AdamW for the vectors.", choices=("adamw", "muon")
+    )
+    weight_decay: float = setting(0.0, "Weight decay, for matrices only.")
+    ema: float | None = setting(
+        None, "Decay of a running average of the weights, which is then validated and exported; none unless given."
+    )
     seed: int = setting(0, "Seed of initialisation, order and anchors.")
 
     precision: str | None = setting(
@@ -58,9 +68,18 @@ class TrainConfig:
     )
     graph: str | None = setting(
         None,
-        "bucket: a CUDA graph for every bucket, which a GPU runs by default; off: no graphs, as on a CPU.",
-        choices=("bucket", "off"),
+        "bucket: a CUDA graph for every bucket, which a GPU runs by default; budget: one for all, padded to the "
+        "largest; off: no graphs, as on a CPU.",
+        choices=("bucket", "budget", "off"),
     )
+    memory: str | None = setting(
+        None, "GPU memory to stay within, like 24GB; the whole card's unless given.", metavar="SIZE"
+    )
+    deterministic: bool = setting(False, "Only kernels that repeat bit for bit, also on another day; slower on a GPU.")
+    dry_run: bool = setting(
+        False, "Capture every bucket, run three steps, print time and memory against the forecast, write nothing."
+    )
+    wandb: str | None = setting(None, "Send the figures to this project of wandb as well.", metavar="PROJECT")
     eval_every: int | None = setting(None, "Steps between validations on held-out rows; a tenth of the run.")
     save_every: int | None = setting(None, "Steps between checkpoints; those of --eval-every.")
     keep: int = setting(2, "Newest checkpoints to keep, beside the best.")
@@ -75,7 +94,7 @@ class TrainConfig:
         at_least = {
             "num_layers": 1, "block_size": 2, "num_heads": 1, "num_kv_heads": 1, "head_dim": 2, "intermediate_size": 1,
             "steps": 0, "token_budget": 1, "batch_tokens": 1, "anchors": 1, "eval_every": 1, "save_every": 1, "keep": 1,
-            "seed": 0,
+            "seed": 0, "full_layers": 0, "sliding_window": self.block_size,
         }  # fmt: skip
         for name, least in at_least.items():
             value = getattr(self, name)
@@ -85,6 +104,10 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise DflashError(f"--{name.replace('_', '-')} must be a positive number, not {value}.")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise DflashError(f"--ema must lie between 0 and 1, like 0.999, not {self.ema}.")
+        if self.memory is not None:
+            parse_size(self.memory)
         if not 0 <= self.warmup <= 1 or not 0 <= self.weight_decay < float("inf"):
             raise DflashError("--warmup must lie between 0 and 1 and --weight-decay must not be negative.")
 

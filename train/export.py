@@ -82,7 +82,7 @@ def write(
     frozen: Frozen | None, rows: Sequence[CheckRow],
 ) -> dict[str, Any]:  # fmt: skip
     """Fill the folder and pass it through the gate."""
-    tensors = checkpoint.tensors("model")
+    tensors = checkpoint.served()
     copied = None
     if config.layout == "speculators":
         if frozen is None:

@@ -1,11 +1,10 @@
 """The run folder: configuration, metrics and checkpoints, each whole or not there.
 
-    RUN/config.toml  environment.json  metrics.jsonl
-        checkpoints/step-000400/  model.safetensors  optimizer.safetensors  state.json
+    RUN/config.toml  environment.json  metrics.jsonl  tensorboard/
+        checkpoints/step-000400/  model.safetensors  optimizer.safetensors  state.json  (with --ema: ema.safetensors)
 
 Masters and moments are stored in fp32 under the parameters' names. A checkpoint is written in a sibling folder,
-fsynced and renamed, so a killed run leaves the last whole one. metrics.jsonl has a line a step; lines behind the
-checkpoint that a run resumes from are cut, since these steps come again.
+fsynced and renamed, so a killed run leaves the last whole one.
 """
 
 import json
@@ -23,7 +22,7 @@ from torch import Tensor
 
 import dflash
 from dflash.errors import DflashError
-from dflash.files import fsync_path, write_atomically
+from dflash.files import fsync_path
 
 STATE_FORMAT = 1
 
@@ -47,6 +46,10 @@ class Checkpoint:
             raise DflashError(
                 f"{path} cannot be read ({error}); delete {self.folder} to resume from an earlier one."
             ) from None
+
+    def served(self) -> dict[str, Tensor]:
+        """The weights that validation judged and an export takes: the average where the run keeps one."""
+        return self.tensors("ema" if (self.folder / "ema.safetensors").exists() else "model")
 
 
 def checkpoint_name(step: int) -> str:
@@ -78,16 +81,17 @@ def checkpoints(run: Path) -> list[Checkpoint]:
     return [read_checkpoint(folder) for folder in folders]
 
 
-def save_checkpoint(
-    run: Path, step: int, model: dict[str, Tensor], optimiser: dict[str, Tensor], state: dict[str, Any]
-) -> Path:
-    """Write checkpoints/step-…/ whole: temporary sibling, fsync of every file and folder, rename."""
+def save_checkpoint(run: Path, step: int, files: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> Path:
+    """Write checkpoints/step-…/ whole: temporary sibling, fsync of every file and folder, rename.
+
+    `files`: tensors by the name of their file.
+    """
     parent = run / "checkpoints"
     parent.mkdir(parents=True, exist_ok=True)
     final, temporary = parent / checkpoint_name(step), parent / f".{checkpoint_name(step)}.partial"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    for name, tensors in (("model", model), ("optimizer", optimiser)):
+    for name, tensors in files.items():
         host = {key: tensor.detach().to("cpu").contiguous().clone() for key, tensor in tensors.items()}
         save_file(host, temporary / f"{name}.safetensors")
     (temporary / "state.json").write_text(json.dumps({"format": STATE_FORMAT, "step": step, **state}, indent=1) + "\n")
@@ -128,37 +132,6 @@ def first_difference(old: Any, new: Any, name: str = "") -> tuple[str, Any, Any]
                 return found
         return None
     return None if old == new else (name, old, new)
-
-
-class Metrics:
-    """metrics.jsonl: a line a step and a line a validation, in order."""
-
-    def __init__(self, run: Path, keep_until: int) -> None:
-        """Open for appending, after dropping torn lines and those of steps behind `keep_until`."""
-        self.path = run / "metrics.jsonl"
-        kept = [line for line in _lines(self.path) if line["step"] <= keep_until]
-        write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept))
-        self.file = self.path.open("a")
-
-    def write(self, line: dict[str, Any]) -> None:
-        self.file.write(json.dumps(line) + "\n")
-
-    def sync(self) -> None:
-        self.file.flush()
-        os.fsync(self.file.fileno())
-
-    def close(self) -> None:
-        self.file.close()
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    lines = []
-    for text in path.read_text().splitlines() if path.exists() else ():
-        try:
-            lines.append(json.loads(text))
-        except ValueError:  # the torn last line of a killed run
-            break
-    return lines
 
 
 def environment(device: torch.device) -> dict[str, str]:

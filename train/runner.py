@@ -4,29 +4,25 @@ A runner owns the static tensors of a run: the step number, the sums, the learni
 gradients and sums; `update` applies them and returns tensors whose values may be read later.
 """
 
-from dataclasses import dataclass, fields
+from collections import deque
+from collections.abc import Callable
+from dataclasses import fields, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dflash.flex import TILE, anchors_per_tile, attend_flex, block_mask, round_up
-from dflash.train.graph import Graphs
-from dflash.train.optimiser import Optimiser
+from dflash.graphs import Graphs
+from dflash.train.memory import PLAIN, Economy
 from dflash.train.order import BucketRows, Micro
 from dflash.train.reader import Layout
-from dflash.train.step import Batch, Blocks, Model, Objective, Sums, drafted_states, lay_blocks, loss_of, micro_step
+from dflash.train.static import Geometry, Parts, StaticStep
+from dflash.train.step import Batch, Sums, micro_step
 
+__all__ = ["Captured", "Eager", "Parts", "Pending", "Runner"]
 
-@dataclass(frozen=True)
-class Parts:
-    """What a step needs, whichever way it runs."""
-
-    model: Model
-    objective: Objective
-    optimiser: Optimiser
-    seed: int
-    device: torch.device
+BUDGET = "budget"  # the name of the one graph that serves every bucket
 
 
 class Pending:
@@ -49,6 +45,8 @@ class Pending:
 
 class Eager:
     """Attention row by row, shapes as they come: batches are cropped to their longest row."""
+
+    graph_seconds: float | None = None
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -81,85 +79,117 @@ class Eager:
         pass
 
 
+def compiled(function: Callable[..., Any]) -> Any:
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
 class Captured:
-    """One graph a bucket and one for the update; inputs are copied into static tensors that all buckets share.
+    """One graph a bucket, or one for all (`budget`), and one for the update; inputs are copied into static tensors that
+    all buckets share.
 
     With `capture` False the same compiled kernels run without graphs (--graph off on a GPU).
     """
 
-    def __init__(self, parts: Parts, layout: Layout, buckets: list[BucketRows], capture: bool) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        layout: Layout,
+        buckets: list[BucketRows],
+        capture: bool,
+        budget: bool = False,
+        economy: Economy = PLAIN,
+    ) -> None:
         torch._dynamo.config.recompile_limit = 64  # one compilation a bucket and function
-        self.parts, self.layout = parts, layout
-        block = parts.model.drafter.config.block_size
-        self.block = block
-        self.sums = Sums(block - 1, parts.device)
-        self.step = torch.zeros((), dtype=torch.int64, device=parts.device)
-        self.outcome = torch.zeros(2 + self.sums.vector.numel(), dtype=torch.float32, device=parts.device)
-        self.static = layout.buffers(parts.device, pin=False)
-        self.inputs = {bucket.name: layout.batch(self.static, bucket) for bucket in buckets}
+        self.parts, self.static = parts, StaticStep(parts, economy, compiled)
+        self.sums, self.outcome = self.static.sums, self.static.outcome
+        self.buffers = layout.buffers(parts.device, pin=False)
+        self.inputs = {bucket.name: layout.batch(self.buffers, bucket) for bucket in buckets}
+        self.geometries = self._geometries(layout, buckets, budget, economy)
         self.graphs = Graphs(parts.device)
-        self.capture = capture
-        self.lay = torch.compile(self._lay, fullgraph=True, dynamic=False)
-        self.forward = torch.compile(self._forward, fullgraph=True, dynamic=False)
-        self.warm(buckets)
+        self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._graph_seconds = 0.0
+        self.warm(capture)
 
-    def warm(self, buckets: list[BucketRows]) -> None:
-        """Compile and capture every bucket, the largest first. Buffers hold zeros: no row, so nothing is learned."""
-        for buffer in self.static.values():
+    def _geometries(
+        self, layout: Layout, buckets: list[BucketRows], budget: bool, economy: Economy
+    ) -> dict[str, Geometry]:
+        """Of each graph, the largest first, so that the others fit into its memory."""
+        block = self.static.block
+        if budget:
+            most = max(bucket.anchors for bucket in buckets)
+            flat = layout.batch(self.buffers, BucketRows(BUDGET, layout.largest, 1, 1, most))
+            rows = {name: self.buffers[name] for name in ("lengths", "documents")}
+            flat = replace(flat, ceiling=self.static.ceiling, **rows)
+            return {BUDGET: Geometry.of(flat, most, block, economy)}
+        ordered = sorted(buckets, key=lambda bucket: -bucket.rows_per_micro * bucket.ceiling)
+        return {b.name: Geometry.of(self.inputs[b.name], b.anchors, block, economy) for b in ordered}
+
+    def warm(self, capture: bool) -> None:
+        """Compile and capture every graph. Buffers hold zeros: no row, so nothing is learned."""
+        for buffer in self.buffers.values():
             buffer.zero_()
-        for bucket in sorted(buckets, key=lambda b: -b.rows_per_micro * b.ceiling):
-            self.graphs.prepare(bucket.name, partial(self._micro, bucket), self.capture)
-            self._reset()
-        self.graphs.prepare("update", self._update, self.capture)
-        self._reset()
-        torch.cuda.empty_cache()
-
-    def _reset(self) -> None:
-        self.parts.optimiser.flat.grad.zero_()
-        self.sums.vector.zero_()
+        self.static.ceiling.fill_(1)
+        for name, geometry in self.geometries.items():
+            self.graphs.prepare(name, partial(self.static.micro, geometry), capture)
+            self.static.forget()
+        self.graphs.prepare("update", self.static.update, capture)
+        self.static.forget()
+        if self.parts.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def micro(self, micro: Micro, batch: Batch, step: int) -> None:
         """`batch` is on the device, in the layout's order; it is copied into the graph's inputs."""
-        inputs = self.inputs[micro.bucket.name]
+        bucket, static = micro.bucket, self.static
+        inputs = self.inputs[bucket.name]
         for field in fields(Batch):
             ours, new = getattr(inputs, field.name), getattr(batch, field.name)
             if ours is not None:
                 ours.copy_(new)
-        self.step.fill_(step)
-        self.graphs.run(micro.bucket.name)
+        static.step.fill_(step)
+        name = BUDGET if BUDGET in self.geometries else bucket.name
+        if name == BUDGET:
+            self.buffers["lengths"][bucket.rows_per_micro :].zero_()  # a batch of more rows may have been here
+            static.ceiling.fill_(bucket.ceiling)
+            static.most.fill_(bucket.anchors)
+        for part in range(-(-bucket.anchors // self.geometries[name].replay)):
+            static.part.fill_(part)
+            self._run(name)
 
     def update(self, lr: float) -> Tensor:
         self.parts.optimiser.lr.fill_(lr)
-        self.graphs.run("update")
+        self._run("update")
         return self.outcome
+
+    def _run(self, name: str) -> None:
+        """Between two events, whose distance is the graph's time on the device."""
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record()
+        self.graphs.run(name)
+        ended.record()
+        self._timed.append((begun, ended))
+        while self._timed and self._timed[0][1].query():
+            self._take_time()
+
+    def _take_time(self) -> None:
+        begun, ended = self._timed.popleft()
+        self._graph_seconds += begun.elapsed_time(ended) / 1000
+
+    @property
+    def graph_seconds(self) -> float:
+        """The device's time in graphs so far; waits for the last."""
+        while self._timed:
+            self._timed[0][1].synchronize()
+            self._take_time()
+        return self._graph_seconds
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Most bytes allocated while each bucket was warmed up and captured."""
+        alone = self.graphs.peaks.get(BUDGET)
+        return self.graphs.peaks if alone is None else dict.fromkeys(self.inputs, alone)
 
     def close(self) -> None:
         self.graphs.close()
-
-    def _micro(self, bucket: BucketRows) -> None:
-        parts, batch = self.parts, self.inputs[bucket.name]
-        padded = round_up(bucket.anchors, anchors_per_tile(self.block))
-        context = round_up(bucket.rows_per_micro * bucket.ceiling, TILE)
-        blocks = self.lay(batch, bucket.anchors, padded)
-        hidden_AJH = self.forward(batch, blocks, context)
-        sums = loss_of(parts.model, batch, blocks, parts.objective, hidden_AJH)
-        parts.optimiser.flat.accumulate(sums.numerator)
-        self.sums.add(sums, blocks.live_A.sum())
-
-    def _lay(self, batch: Batch, anchors: int, padded: int) -> Blocks:
-        return lay_blocks(batch, self.parts.objective, self.block, anchors, padded, self.parts.seed, self.step)
-
-    def _forward(self, batch: Batch, blocks: Blocks, context: int) -> Tensor:
-        ceiling = batch.input_ids.shape[1]
-        high_A = torch.where(blocks.live_A, blocks.flat_A, 0)  # a dummy sees no context
-        low_A = high_A // ceiling * ceiling
-        mask = block_mask(low_A, high_A, context, self.block)
-        return drafted_states(self.parts.model, batch, blocks, attend_flex(mask), context)
-
-    def _update(self) -> None:
-        norm, skipped = self.parts.optimiser.update(self.sums.denominator)
-        self.outcome.copy_(torch.cat((torch.stack((norm, skipped)), self.sums.vector)))
-        self.sums.vector.zero_()
 
 
 Runner = Eager | Captured

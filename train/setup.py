@@ -1,208 +1,171 @@
-"""Everything a run is made of before its first step: store, drafter, batch plan, optimiser; checked in this order."""
+"""Everything a run is made of before its first step, checked in this order: store, batches, memory, drafter."""
 
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from dflash.checkpoint import read_config, read_drafter
+from dflash.config import parse_size
 from dflash.drafter import Drafter, DrafterConfig, RopeTable, initialise
 from dflash.errors import DflashError
-from dflash.files import replacing
 from dflash.loss import Head, decay_weights, default_gamma
+from dflash.progress import say
 from dflash.store import Store
-from dflash.target import TargetSpec, read_frozen, resolve_target, weights_fingerprint
-from dflash.threads import set_threads
+from dflash.stored import tap_rms
+from dflash.target import TargetSpec, read_frozen
 from dflash.train.config import TrainConfig
-from dflash.train.optimiser import Flat, Optimiser, flatten
-from dflash.train.order import BucketRows, Order, anchors_of
+from dflash.train.memory import CONTEXT, Economy, Forecast, Need, choose, forecast, gigabytes, sentence
+from dflash.train.optimiser import Optimiser, flatten
 from dflash.train.origin import check_start
+from dflash.train.plan import Plan, batch_plan, open_store, rows_to_train_on
+from dflash.train.ranks import Ranks
+from dflash.train.reader import Layout
 from dflash.train.shape import drafter_config
-from dflash.train.step import Model, Objective, tap_rms
+from dflash.train.static import Parts
+from dflash.train.step import Model, Objective
 
-MAX_ROWS = 64  # of a micro-batch
-BLOCK_TOKENS = {"cuda": 32_768, "cpu": 2_048}  # most anchors × block of a micro-step unless --anchors says otherwise
-TOKEN_BUDGET = {"cuda": 12_288, "cpu": 2_048}
-BUDGETS_A_STEP = {"cuda": 4, "cpu": 1}
-DEFAULT_EPOCHS = 6.0
-ROWS = "rows.npz"  # of a partial run: the rows it keeps to
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """This process among those of torchrun; alone without it."""
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A run before its first step."""
 
-    rank: int
-    world: int
-
-    @property
-    def first(self) -> bool:
-        return self.rank == 0
-
-    def all_reduce(self, *tensors: torch.Tensor) -> None:
-        """Sum over the ranks, in place."""
-        if self.world > 1:
-            try:
-                for tensor in tensors:
-                    dist.all_reduce(tensor)
-            except RuntimeError as error:  # what gloo and NCCL raise when a peer is gone
-                first = str(error).splitlines()[0]
-                raise DflashError(
-                    f"Rank {self.rank} lost another rank ({first}); the same command resumes from the last checkpoint."
-                ) from None
-
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        self.all_reduce(torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu"))
-
-    def leave(self) -> None:
-        if self.world > 1 and dist.is_initialized():
-            dist.destroy_process_group()
+    config: TrainConfig
+    store: Store
+    ranks: Ranks
+    device: torch.device
+    rows: dict[str, np.ndarray] | None  # of a partial run: those it keeps to
+    plan: Plan
+    shape: DrafterConfig
+    layout: Layout
+    need: Need
+    economy: Economy
+    forecast: Forecast
+    parts: Parts
 
 
-def join_ranks() -> tuple[Ranks, torch.device]:
-    """The ranks of this run and the device of this one."""
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    else:
-        set_threads()
-    if world > 1:
-        dist.init_process_group("nccl" if cuda else "gloo")
-    return Ranks(rank, world), device
+def set_up(config: TrainConfig, ranks: Ranks, device: torch.device) -> Setup:
+    store = open_store(config)
+    rows = rows_to_train_on(config, store)
+    plan = batch_plan(config, store, device, ranks.world, rows)
+    spec = TargetSpec.read(store.target_folder, name=store.meta.target["name"])
+    shape = drafter_config(config, store, spec)
+    dtype = DTYPES[config.precision or ("bf16" if device.type == "cuda" else "fp32")]
+    layout = Layout.of(store, plan.largest)
+    need = need_of(config, store, plan, shape, layout, dtype, device)
+    economy = choose(need, memory_limit(config, device))
+    found = forecast(need, economy)
+    say(sentence(found, economy))
+    check_free(found, device)
+    parts = build(config, store, spec, shape, dtype, device, economy)
+    return Setup(
+        config=config, store=store, ranks=ranks, device=device, rows=rows, plan=plan, shape=shape, layout=layout,
+        need=need, economy=economy, forecast=found, parts=parts,
+    )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How many steps, of how many micro-steps, in which order."""
+def need_of(
+    config: TrainConfig,
+    store: Store,
+    plan: Plan,
+    shape: DrafterConfig,
+    layout: Layout,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Need:
+    widths = [math.prod(tail) * layout.dtypes[name].itemsize for name, tail in layout.tails.items()]
+    most = (plan.largest, max(anchors for _, anchors in plan.sizes))
+    return Need(
+        shape=shape,
+        sizes=(most,) if config.graph == "budget" else plan.sizes,
+        token_bytes=sum(widths),
+        compute_bytes=dtype.itemsize,
+        tied=not (store.target_folder / "head.safetensors").exists(),
+        muon=config.optimizer == "muon",
+        ema=config.ema is not None,
+        cuda=device.type == "cuda",
+    )
 
-    order: Order
-    micros_per_step: int
-    steps: int
 
-    @property
-    def largest(self) -> int:
-        """Padded tokens of the largest micro-batch."""
-        return max(bucket.rows_per_micro * bucket.ceiling for bucket in self.order.buckets)
+def memory_limit(config: TrainConfig, device: torch.device) -> int | None:
+    """Bytes that may be used: --memory, else the whole card's. With --memory the allocator is held to it."""
+    asked = None if config.memory is None else parse_size(config.memory)
+    if device.type != "cuda":
+        return asked
+    total = torch.cuda.mem_get_info(device)[1]
+    if asked is not None:
+        torch.cuda.set_per_process_memory_fraction(min(1.0, max(0, asked - CONTEXT) / total), device)
+    return min(asked or total, total)
 
 
-def open_store(config: TrainConfig) -> Store:
-    """The store, complete and of the right kind for the objective; else one sentence."""
-    store = Store.open(config.store)
-    missing = store.missing()
-    if missing and not config.partial:
+def check_free(found: Forecast, device: torch.device) -> None:
+    """Refuse a card that something else fills."""
+    if device.type != "cuda":
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    if found.device + found.validation > free:
         raise DflashError(
-            f"Store {config.store} lacks {len(missing)} of its {len(store.shards())} shards; the `dflash extract` "
-            f"command that began it (--store {config.store}) completes it, --partial trains on what is there."
+            f"This run needs {gigabytes(found.device + found.validation)} of {torch.cuda.get_device_name(device)}, of "
+            f"whose {gigabytes(total)} only {gigabytes(free)} are free; stop what else runs there, or give --memory."
         )
-    labels = store.meta.labels
-    if config.loss == "kl" and not labels.startswith("topk:") and labels != "last-hidden":
-        raise DflashError(
-            f"--loss kl needs a store made with --labels topk:K or last-hidden; {config.store} has {labels}."
-        )
-    if config.loss == "ce" and labels == "tokens":
-        raise DflashError(
-            f"Store {config.store} has no labels of the target (--labels tokens); train with --loss ce-tokens."
-        )
-    if config.target is not None:
-        found, stored = weights_fingerprint(resolve_target(config.target)), store.meta.target["weights"]
-        if found != stored:
-            raise DflashError(
-                f"--target {config.target} (weights {found[:12]}) is not the target of store {config.store} "
-                f"({store.meta.target['name']}, weights {stored[:12]}); use a store extracted from it."
-            )
-    return store
-
-
-def rows_to_train_on(config: TrainConfig, store: Store) -> dict[str, np.ndarray] | None:
-    """With --partial the rows whose shards are there, as the run froze them when it began; None for all."""
-    if not config.partial:
-        return None
-    frozen = Path(config.run) / ROWS
-    if frozen.exists():
-        with np.load(frozen, allow_pickle=False) as rows:
-            return {name: rows[name] for name in rows.files}
-    return {
-        bucket.name: np.array(
-            [row for row in range(bucket.rows) if store.length(bucket.name, row) is not None], np.int64
-        )
-        for bucket in store.buckets
-    }
-
-
-def freeze_rows(config: TrainConfig, rows: dict[str, np.ndarray] | None) -> None:
-    """Write the rows that a partial run keeps to."""
-    if rows is not None:
-        with replacing(Path(config.run) / ROWS) as sibling, sibling.open("wb") as file:
-            np.savez(file, allow_pickle=False, **rows)
-
-
-def batch_plan(
-    config: TrainConfig, store: Store, device: torch.device, world: int, rows: dict[str, np.ndarray] | None = None
-) -> Plan:
-    """Micro-batches of every bucket that has rows to train on, and the number of optimiser steps."""
-    budget = config.token_budget or TOKEN_BUDGET[device.type]
-    most = config.anchors or max(1, BLOCK_TOKENS[device.type] // config.block_size)
-    buckets = []
-    for bucket in store.buckets:
-        available = None if rows is None or bucket.held_out else rows[bucket.name]
-        count = bucket.rows if available is None else len(available)
-        if bucket.held_out or not count:
-            continue
-        rows_per_micro = max(1, min(MAX_ROWS, budget // bucket.ceiling, count))
-        micros = -(-count // rows_per_micro)
-        tokens = store.plan.rows[bucket.name].supervised
-        supervised = int((tokens if available is None else tokens[available]).sum())
-        anchors = anchors_of(supervised, micros, config.anchor_density, most)
-        buckets.append(BucketRows(bucket.name, bucket.ceiling, count, rows_per_micro, anchors, available))
-    if not buckets:
-        raise DflashError(f"Store {config.store} has no rows to train on; extract more conversations.")
-    order = Order(buckets, config.seed)
-    batch_tokens = config.batch_tokens or BUDGETS_A_STEP[device.type] * budget
-    micros_per_step = -(-batch_tokens // budget)
-    micros_per_step = -(-micros_per_step // world) * world
-    epochs = config.epochs or DEFAULT_EPOCHS
-    steps = config.steps if config.steps is not None else math.ceil(epochs * order.micros_per_epoch / micros_per_step)
-    return Plan(order, micros_per_step, steps)
 
 
 def build(
-    config: TrainConfig, store: Store, device: torch.device
-) -> tuple[Model, Objective, Flat, Optimiser, DrafterConfig]:
+    config: TrainConfig,
+    store: Store,
+    spec: TargetSpec,
+    shape: DrafterConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    economy: Economy,
+) -> Parts:
     """The drafter (initialised from the seed or --init-from) in flat memory, with its frozen parts and optimiser."""
-    spec = TargetSpec.read(store.target_folder, name=store.meta.target["name"])
-    shape = drafter_config(config, store, spec)
-    precision = config.precision or ("bf16" if device.type == "cuda" else "fp32")
-    dtype = DTYPES[precision]
-    frozen = read_frozen(store.target_folder, dtype=dtype, device=str(device))
+    frozen = read_frozen(store.target_folder, dtype=dtype, device="cpu" if economy.host_embedding else str(device))
+    embed_VH = from_host(frozen.embed, device) if economy.host_embedding else frozen.embed
     drafter = Drafter(shape)
     initialise(drafter, config.seed)
     if config.init_from is not None:
         warm_start(drafter, Path(config.init_from), store)
     flat = flatten(drafter, dtype, device)
     ceiling = max(bucket.ceiling for bucket in store.buckets)
-    head = Head(frozen.head, spec.logit_scale / spec.logit_divisor, spec.softcap)
     model = Model(
         drafter=drafter,
         rope=RopeTable(shape, ceiling + shape.block_size, dtype, device),
-        embed_VH=frozen.embed,
+        embed_VH=embed_VH,
         embed_factor=spec.embed_factor,
-        head=head,
+        head=Head(frozen.head.to(device), spec.logit_scale / spec.logit_divisor, spec.softcap),
         tap_rms=tap_rms(store, device),
     )
     gamma = config.gamma or default_gamma(shape.block_size)
     decay = decay_weights(shape.block_size, gamma, device) if config.weights == "decay" else None
     objective = Objective(loss=config.loss, decay_J=decay, prefix=config.label_prefix)
-    return model, objective, flat, Optimiser(flat, weight_decay=config.weight_decay, clip=config.clip), shape
+    optimiser = Optimiser(
+        flat, weight_decay=config.weight_decay, clip=config.clip, kind=config.optimizer, ema=config.ema
+    )
+    return Parts(model, objective, optimiser, config.seed, device)
+
+
+class _Pinned:
+    """Pinned host memory under the address that a device reads it by: the CUDA array interface takes any such."""
+
+    def __init__(self, table: Tensor) -> None:
+        self.table = table.pin_memory()  # kept alive by the tensor that is made of this object
+        self.__cuda_array_interface__ = {
+            "shape": tuple(table.shape), "typestr": f"<i{table.dtype.itemsize}", "strides": None,
+            "data": (self.table.data_ptr(), True), "version": 3,
+        }  # fmt: skip
+
+
+def from_host(table: Tensor, device: torch.device) -> Tensor:
+    """A device's view of a table in pinned host memory: a gather fetches the rows it takes over PCIe, also captured."""
+    return torch.as_tensor(_Pinned(table), device=device).view(table.dtype)
 
 
 def warm_start(drafter: Drafter, folder: Path, store: Store) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash.drafter import DrafterConfig
+from dflash.drafter import FULL, SLIDING, DrafterConfig
 from dflash.errors import DflashError
 from dflash.progress import say
 from dflash.store import Store
@@ -48,7 +48,17 @@ def drafter_config(config: TrainConfig, store: Store, spec: TargetSpec) -> Draft
         taps=store.meta.taps,
         num_target_layers=spec.num_layers,
         mask_token_id=mask_token(config.mask_token, store, spec),
+        sliding_window=config.sliding_window,
+        layer_types=layer_types(config),
     )
+
+
+def layer_types(config: TrainConfig) -> tuple[str, ...]:
+    """With --sliding-window the first layers slide and the last --full-layers see everything."""
+    if config.sliding_window is None:
+        return ()
+    full = min(config.full_layers, config.num_layers)
+    return (SLIDING,) * (config.num_layers - full) + (FULL,) * full
 
 
 def mask_token(asked: str | None, store: Store, spec: TargetSpec) -> int:
@@ -84,7 +94,9 @@ def mask_token(asked: str | None, store: Store, spec: TargetSpec) -> int:
 
 def _inside(token: int, spec: TargetSpec, what: str) -> int:
     if not 0 <= token < spec.vocab_size:
-        raise DflashError(f"{what} is {token}, but the target's embedding has rows 0 to {spec.vocab_size - 1} only.")
+        raise DflashError(
+            f"{what} is {token}, but the target's embedding has rows 0 to {spec.vocab_size - 1} only; give one of them."
+        )
     return token
 
 

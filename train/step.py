@@ -10,7 +10,6 @@ Axes: R rows, C context positions, S = R·C, K taps, H hidden, A anchors, B bloc
 
 from dataclasses import dataclass, fields
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch import Tensor
 from dflash.attention import attend_rows, row_spans
 from dflash.drafter import Attend, Drafter, Rope, RopeTable, embed_blocks
 from dflash.loss import Head, LossSums, Teacher, block_loss, slots_that_count
-from dflash.store import Store, read_calib
+from dflash.stored import scaled_back
 from dflash.train.anchors import choose, scores
 from dflash.train.optimiser import Flat
 
@@ -65,33 +64,6 @@ class Model:
     embed_factor: float
     head: Head
     tap_rms: Tensor | None = None  # [K·H] fp32, of an int8 store
-
-
-def stored_states(hidden: Tensor, scale: Tensor | None, model: Model) -> Tensor:
-    """States as they come from the store, [..., K·H], in the drafter's dtype; int8 is scaled back."""
-    dtype = model.embed_VH.dtype
-    if scale is None:
-        return hidden.to(dtype)
-    assert model.tap_rms is not None, "an int8 store brings its channels' RMS"
-    wide = hidden.unflatten(-1, (scale.shape[-1], -1)).float() * scale[..., None]
-    return (wide.flatten(-2) * model.tap_rms).to(dtype)
-
-
-def tap_rms(store: Store, device: torch.device | str = "cpu") -> Tensor | None:
-    """The channels' RMS [K·H] by which an int8 store was divided; None for the others."""
-    if store.meta.storage != "int8":
-        return None
-    rms = read_calib(store.root, len(store.meta.taps) * store.meta.hidden_size)
-    return torch.tensor(rms, device=device)
-
-
-def row_states(arrays: dict[str, np.ndarray], model: Model) -> Tensor:
-    """The same of one row as `Store.read_row` gives it."""
-    device = model.embed_VH.device
-    hidden = torch.from_numpy(arrays["hidden"]).to(device)
-    hidden = hidden.view(torch.bfloat16) if hidden.dtype == torch.uint16 else hidden
-    scale = torch.from_numpy(arrays["scale"]).to(device) if "scale" in arrays else None
-    return stored_states(hidden, scale, model)
 
 
 @dataclass(frozen=True)
@@ -200,7 +172,7 @@ def inputs_of(model: Model, batch: Batch, blocks: Blocks, context: int) -> Input
     """Taps are zero behind a row's length, so stale NaN cannot reach a product, and padded to `context` tokens."""
     where, config = places(batch), model.drafter.config
     padding = context - where.inside_S.numel()
-    states_SF = stored_states(batch.hidden, batch.scale, model).flatten(0, 1)
+    states_SF = scaled_back(batch.hidden, batch.scale, model.tap_rms, model.embed_VH.dtype).flatten(0, 1)
     taps_SF = F.pad(torch.where(where.inside_S[:, None], states_SF, 0.0), (0, 0, 0, padding))
     x_ABH = embed_blocks(model.embed_VH, model.embed_factor, blocks.tokens_A, config.mask_token_id, config.block_size)
     return Inputs(
