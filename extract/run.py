@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from dflash.errors import DflashError
-from dflash.extract import calib, forecast, identity, workers
+from dflash.extract import calib, disk, forecast, identity, workers
 from dflash.extract.batches import batches_of, largest_batch
 from dflash.extract.config import ExtractConfig, parse_share
 from dflash.extract.identity import DataFingerprint, DataSettings, Prepare
@@ -175,13 +175,20 @@ def remaining_share(store: Store) -> float:
 
 def forecast_store(job: Job, meta: StoreMeta, plan: Any, remaining: float) -> dict[str, Any]:
     """Say what the store will take, refuse what does not fit, return the forecast's JSON."""
-    per_bucket, total = forecast.store_bytes(meta, plan, job.source, job.spec)
-    result = forecast.summarise(meta, plan, total)
-    free = forecast.free_bytes(job.root)
+    holes = disk.keeps_holes(job.root)
+    per_bucket, total = forecast.store_bytes(meta, plan, job.source, job.spec, holes)
+    still = int(total * remaining)
+    speed = disk.write_speed(job.root) if job.worker == 0 else None
+    result = forecast.summarise(meta, plan, total, per_bucket) | {
+        "store": str(job.root), "free": disk.free_bytes(job.root), "bucket_bytes": per_bucket, "holes": holes,
+        "write_speed": speed, "write_seconds": still / speed if speed else None,
+    }  # fmt: skip
     if job.worker == 0:
-        forecast.say_forecast(result, per_bucket, free)
-    forecast.check_room(total, int(total * remaining), free, job.config.budget, job.root)
-    return result | {"store": str(job.root), "free": free}
+        forecast.say_forecast(result, meta.storage)
+        if not holes:
+            say(f"  The filesystem of {job.root} keeps no holes, so padding takes room there as well.")
+    forecast.check_room(result, still, job.config.budget, meta, plan, job.root)
+    return result
 
 
 @contextmanager
