@@ -98,6 +98,60 @@ def make_tiny(
     return out
 
 
+GGUF_NAMES = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+
+
+def make_gguf(path: Path, kind: str = "Q8_0", pre: str = "default") -> Any:
+    """Write a random Llama as a GGUF file with matrices of type `kind`; return the model that went into it."""
+    import gguf
+
+    model, tokenizer = make_model("llama"), make_tokenizer()
+    c, writer, quantised = model.config, gguf.GGUFWriter(path, "llama"), gguf.GGMLQuantizationType[kind]
+    for add, value in (
+        ("context_length", c.max_position_embeddings), ("embedding_length", c.hidden_size),
+        ("block_count", c.num_hidden_layers), ("feed_forward_length", c.intermediate_size),
+        ("head_count", c.num_attention_heads), ("head_count_kv", c.num_key_value_heads),
+        ("layer_norm_rms_eps", c.rms_norm_eps), ("rope_freq_base", 10000.0), ("rope_dimension_count", c.head_dim),
+        ("vocab_size", c.vocab_size), ("tokenizer_model", "gpt2"), ("tokenizer_pre", pre), ("eos_token_id", 2),
+        ("pad_token_id", 0), ("chat_template", tokenizer.chat_template),
+    ):  # fmt: skip
+        getattr(writer, f"add_{add}")(value)
+    vocabulary = tokenizer.get_vocab()
+    tokens = sorted(vocabulary, key=vocabulary.get)
+    tokens += ["Ġt", *(f"[{i}]" for i in range(len(tokens) + 1, c.vocab_size))]
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if i < len(SPECIAL) else 1 for i in range(len(tokens))])
+    writer.add_token_merges(["Ġ t"])
+    for name, tensor in model.state_dict().items():
+        name, array = _as_in_gguf(name, tensor.float().numpy(), c)
+        exact = array.ndim == 1 or kind == "F32"
+        writer.add_tensor(
+            name, array if exact else gguf.quants.quantize(array, quantised), raw_dtype=None if exact else quantised
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def _as_in_gguf(name: str, array: Any, config: Any) -> tuple[str, Any]:
+    """llama.cpp's name, and its order of the rows of Q and K: the halves of the rotary embedding interleaved."""
+    top = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    module = name.removesuffix(".weight")
+    if module in top:
+        return f"{top[module]}.weight", array
+    _, _, layer, rest = module.split(".", 3)
+    heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}.get(rest)
+    if heads:
+        array = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+    return f"blk.{layer}.{GGUF_NAMES[rest]}.weight", array
+
+
 if __name__ == "__main__":
     arguments = sys.argv[1:]
     make_tiny(Path(arguments[0]), *(arguments[1:2] or ["qwen3"]), seed=int((arguments[2:] or ["0"])[0]))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from make_tiny import FAMILIES, make_model, make_tiny
+from make_tiny import FAMILIES, make_gguf, make_model, make_tiny
 from safetensors.torch import load_file, save_file
 
 from dflash.data.config import DataConfig
@@ -167,6 +167,27 @@ def test_batched_equals_alone(family: str, side: str, tmp_path: Path) -> None:
         values, best = logits[0, :-1].log_softmax(-1).topk(4)
         assert np.array_equal(row["topk_ids"][1:][clear], best[clear])
         assert np.allclose(row["topk_logp"][1:], values, rtol=2e-3, atol=2e-3)
+
+
+def test_a_gguf_file_is_a_target(data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States, labels and top-k are those of the model that transformers itself loads from the quantised file."""
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setenv("DFLASH_CACHE", str(tmp_path / "cache"))
+    make_gguf(tmp_path / "tiny.gguf")
+    for labels in ("last-hidden", "topk:4"):
+        run(tmp_path / "tiny.gguf", data, tmp_path / labels, layers=(0, 5), labels=labels)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32).eval()
+    store = Store.open(tmp_path / "last-hidden")
+    rows, tops = rows_of(store), rows_of(Store.open(tmp_path / "topk:4"))
+    for documents, ids in padded_batches(store):
+        layers, last, logits = own_forward(model, ids)
+        for i, document in enumerate(documents):
+            row, n = rows[document], len(store.documents[document][0])
+            assert torch.equal(bfloat16(row["hidden"]), torch.cat([layers[t][i, :n].bfloat16() for t in (0, 5)], -1))
+            assert torch.equal(bfloat16(row["last"]), last[i, :n].bfloat16())
+            assert np.array_equal(row["labels"][1:], logits[i, : n - 1].argmax(-1))
+            assert np.array_equal(tops[document]["topk_ids"][1:], logits[i, : n - 1].topk(4).indices)
 
 
 def test_stale_and_nan_buffers_never_reach_the_store(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash.errors import DflashError
 from dflash.files import fsync_path, replacing, write_atomically
+from dflash.target.gguf import gguf_folder
 from dflash.target.spec import TargetSpec, read_config_json
 from dflash.target.weights import frozen_bytes, frozen_tensors
 
@@ -36,13 +37,16 @@ class Frozen:
 
 
 def resolve_target(name: str) -> Path:
-    """The folder of a target: a path, or the name of a model on a hub (cached, else fetched)."""
+    """The folder of a target: a path, a GGUF file's unpacked folder, or a model on a hub (cached, else fetched)."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
+    if path.is_file() and path.suffix == ".gguf":
+        return gguf_folder(path)
     if path.is_file():
         raise DflashError(
-            f"--target {name} is a file: give the folder in Hugging Face layout (config.json and safetensors)."
+            f"--target {name} is a file: give a GGUF file, or the folder in Hugging Face layout (config.json and "
+            "safetensors)."
         )
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise DflashError(
@@ -55,7 +59,7 @@ def resolve_target(name: str) -> Path:
     except Exception as error:  # whatever the hub client raises: offline, not found, gated
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DflashError(
-            f"--target {name} is no folder here and cannot be fetched as a hub model ({cause})."
+            f"--target {name} is no folder here and cannot be fetched as a hub model ({cause}): give a folder."
         ) from None
 
 
@@ -70,12 +74,16 @@ def load_tokenizer(folder: Path | str, chat_template: str | None = None, trust_r
             raise DflashError(
                 f"The tokenizer of {folder} is code of its own: pass --trust-remote-code to run it."
             ) from None
-        raise DflashError(f"{folder} has no tokenizer that transformers can load ({_first_line(error)}).") from None
+        raise DflashError(
+            f"{folder} has no tokenizer that transformers can load ({_first_line(error)}): add its files."
+        ) from None
     if chat_template is not None:
         try:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise DflashError(f"--chat-template {chat_template} cannot be read: {_first_line(error)}.") from None
+            raise DflashError(
+                f"--chat-template {chat_template} cannot be read ({_first_line(error)}): give a text file."
+            ) from None
     return tokenizer
 
 
