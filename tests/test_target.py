@@ -1,6 +1,8 @@
 """The target reader: shape and conventions of every family, taps, fingerprints, and the folder that stage two uses."""
 
+import importlib.util
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -263,6 +265,52 @@ def test_damaged_folders_are_named(tiny_target: Path, tmp_path: Path) -> None:
         load_tokenizer(copy)
 
 
+@pytest.mark.parametrize(
+    ("there", "says"),
+    [
+        ((), r"4 of 5 layers are linear attention .* flash-linear-attention and causal-conv1d are not installed"),
+        (("fla",), r"since causal-conv1d is not installed: .* several times as long .*\(pip install causal-conv1d\)"),
+        (("fla", "causal_conv1d"), None),
+    ],
+)
+def test_a_hybrid_without_its_kernels_is_warned_of_once(
+    there: tuple[str, ...],
+    says: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    folder = make_tiny(tmp_path / "target", "qwen3.5", num_hidden_layers=5)
+    real = importlib.util.find_spec
+    hidden = {"fla", "causal_conv1d"}
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *a: (name in there or None) if name in hidden else real(name, *a)
+    )
+    load_target(folder)
+    found = capsys.readouterr().err
+    assert found.count("Warning") == (says is not None)
+    assert says is None or re.search(says, found)
+    assert len(found.splitlines()) <= 1, "transformers' own warning would be a second one"
+
+
+def test_a_dense_target_is_not_warned_of(tiny_target: Path, capsys: pytest.CaptureFixture) -> None:
+    load_target(tiny_target)
+    assert capsys.readouterr().err == ""
+
+
+def test_models_without_what_extraction_needs_are_one_sentence() -> None:
+    """No list of decoder layers to hook; a head that is quantised in the live model."""
+    model = make_model("llama")
+    model.model.layers = torch.nn.ModuleList(list(model.model.layers)[:3])
+    with pytest.raises(DflashError, match="no list of 6 decoder layers to tap: use another target"):
+        decoder_layers(model)
+    with pytest.raises(DflashError, match="has no decoder that dflash can find: use another target"):
+        text_model(torch.nn.Linear(2, 2))
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.to(torch.int8), requires_grad=False)
+    with pytest.raises(DflashError, match=r"no plain output head .*: use the original checkpoint"):
+        head_weight(model)
+
+
 def test_code_in_a_target_needs_a_flag(tiny_target: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(tiny_target, tmp_path / "target")
     config = json.loads((copy / "config.json").read_text())
@@ -270,5 +318,5 @@ def test_code_in_a_target_needs_a_flag(tiny_target: Path, tmp_path: Path) -> Non
     (copy / "config.json").write_text(json.dumps(config))
     (copy / "c.py").write_text("raise SystemExit('ran code of the target')")
     assert TargetSpec.read(copy).hidden_size == 64
-    with pytest.raises(DflashError, match="--trust-remote-code"):
+    with pytest.raises(DflashError, match=r"code of its own \(m\.M\): look at it, then pass --trust-remote-code"):
         load_target(copy)

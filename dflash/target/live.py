@@ -12,8 +12,15 @@ import torch
 from torch import nn
 
 from dflash.errors import DflashError
+from dflash.progress import say
 from dflash.target.files import as_dtype
-from dflash.target.spec import TargetSpec, text_config
+from dflash.target.spec import TargetSpec, read_config_json, text_config
+
+#: Kind of layer -> the packages that carry its kernels, and the modules that they bring.
+KERNELS = {
+    "linear_attention": {"flash-linear-attention": "fla", "causal-conv1d": "causal_conv1d"},
+    "mamba": {"mamba-ssm": "mamba_ssm", "causal-conv1d": "causal_conv1d"},
+}
 
 
 def load_target(
@@ -29,6 +36,7 @@ def load_target(
     # device_map puts weights straight onto the device, but transformers needs accelerate for it.
     direct = device != "cpu" and importlib.util.find_spec("accelerate") is not None
     transformers_logging.disable_progress_bar()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -44,12 +52,34 @@ def load_target(
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError) as error:
         text = str(error).strip()
         if "trust_remote_code" in text or "custom code" in text:
-            raise DflashError(f"The target {folder} is code of its own: pass --trust-remote-code to run it.") from None
+            named = (read_config_json(Path(folder)).get("auto_map") or {}).get("AutoModelForCausalLM", "config.json")
+            raise DflashError(
+                f"The target {folder} needs code of its own ({named}): look at it, then pass --trust-remote-code to "
+                "run it."
+            ) from None
         first = text.splitlines()[0].rstrip(".") if text else type(error).__name__
-        raise DflashError(f"The target {folder} cannot be loaded by transformers ({first}).") from None
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+        raise DflashError(
+            f"The target {folder} cannot be loaded by transformers ({first}): try a newer transformers."
+        ) from None
+    if slow := slow_layers(model.config):
+        say(f"Warning: {slow}")
     module: nn.Module = model
     return module.to(device).eval().requires_grad_(False)
+
+
+def slow_layers(config: Any) -> str:
+    """Which layers run without the kernels made for them, what that costs and what to install; empty if none does."""
+    text = text_config(config)
+    types = list(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
+    for kind, packages in KERNELS.items():
+        missing = [name for name, module in packages.items() if importlib.util.find_spec(module) is None]
+        if (count := types.count(kind)) and missing:
+            return (
+                f"{count} of {len(types)} layers are {kind.replace('_', ' ')} and run in plain PyTorch, since "
+                f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: on a GPU these layers "
+                f"take several times as long and need more memory (pip install {' '.join(missing)})."
+            )
+    return ""
 
 
 def text_model(model: Any) -> nn.Module:
@@ -58,7 +88,7 @@ def text_model(model: Any) -> nn.Module:
     if found is None or found is model:
         found = getattr(model, "model", None) or getattr(model, "base_model", None)
     if found is None or found is model:
-        raise DflashError(f"{type(model).__name__} has no decoder that dflash can find: it cannot be a target.")
+        raise DflashError(f"{type(model).__name__} has no decoder that dflash can find: use another target.")
     return found
 
 
@@ -71,9 +101,7 @@ def decoder_layers(model: Any) -> list[nn.Module]:
         if isinstance(module, nn.ModuleList) and len(module) == wanted
     ]
     if not lists:
-        raise DflashError(
-            f"{type(model).__name__} has no list of {wanted} decoder layers to tap: it cannot be a target."
-        )
+        raise DflashError(f"{type(model).__name__} has no list of {wanted} decoder layers to tap: use another target.")
     return list(min(lists, key=lambda found: found[:2])[2])
 
 
@@ -86,7 +114,7 @@ def head_weight(model: Any) -> torch.Tensor:
             f"{type(model).__name__} has no plain output head (it may be quantised): use the original checkpoint."
         )
     if getattr(head, "bias", None) is not None:
-        raise DflashError(f"{type(model).__name__} has an output head with a bias: dflash supports heads without one.")
+        raise DflashError(f"{type(model).__name__} has an output head with a bias: use a target without.")
     return weight
 
 
@@ -145,7 +173,7 @@ def _compare_logits(family: str, ours: torch.Tensor, theirs: torch.Tensor) -> No
     if worst > 0.02 * theirs.abs().max() + 1e-6:
         raise DflashError(
             f"{family} makes its logits in a way that dflash does not know (they differ by up to {worst.item():.3g}): "
-            "labels would be wrong, so it cannot be a target yet."
+            "labels would be wrong, so use another target."
         )
 
 
@@ -153,7 +181,7 @@ def _compare_embedding(family: str, spec: TargetSpec, rows: torch.Tensor, first:
     """Where the first layer's input is the embedding times a number, that number must be `embed_factor`."""
     if first.shape != rows.shape:
         raise DflashError(
-            f"{family} feeds its first layer {tuple(first.shape)} for {tuple(rows.shape)}: not a plain decoder."
+            f"{family} feeds its first layer {tuple(first.shape)} for {tuple(rows.shape)}: use another target."
         )
     x, y = rows.float().flatten(), first.float().flatten()
     factor = ((x @ y) / (x @ x).clamp_min(1e-30)).item()
@@ -162,5 +190,5 @@ def _compare_embedding(family: str, spec: TargetSpec, rows: torch.Tensor, first:
     if abs(factor - spec.embed_factor) > 0.01 * abs(spec.embed_factor):
         raise DflashError(
             f"{family} multiplies its embedding by {factor:.4g} where its config tells dflash {spec.embed_factor:.4g}: "
-            "it cannot be a target yet."
+            "use another target."
         )
