@@ -99,7 +99,7 @@ def qwen3_json(config: DrafterConfig, dtype: str, token_ids: dict[str, Any] | No
 def need(document: Mapping[str, Any], field: str, path: Path, prefix: str = "") -> Any:
     """A field of config.json; a missing one is one sentence with the file and the field."""
     if field not in document or document[field] is None:
-        raise DflashError(f"{path}: the field {prefix}{field} is missing; a DFlash drafter cannot be used without it.")
+        raise DflashError(f"{path}: the field {prefix}{field} is missing; add it as the drafter was trained.")
     return document[field]
 
 
@@ -151,7 +151,9 @@ def _check_plain(document: Mapping[str, Any], path: Path, prefix: str) -> None:
     if SLIDING in kinds:
         need(document, "sliding_window", path, prefix)
         if document.get("is_causal") is False:
-            raise DflashError(f"{path}: {prefix}is_causal is false, but this version's sliding layers are causal.")
+            raise DflashError(
+                f"{path}: {prefix}is_causal is false, but must be true for this version's sliding layers."
+            )
     wrong = {"hidden_act": ("silu",), "attention_bias": (False,), "is_neox_style": (True,), "is_causal": (False,)}
     for name, allowed in wrong.items():
         if document.get(name, allowed[0]) not in (*allowed, None):
@@ -176,20 +178,23 @@ def _rope(document: Mapping[str, Any], path: Path, prefix: str) -> tuple[float, 
     kind = kind or "default"
     if kind not in ROPE_KINDS or "mrope_section" in scaling or scaling.pop("partial_rotary_factor", 1.0) != 1.0:
         raise DflashError(
-            f"{path}: its RoPE ({kind}) is none that this version runs: full rotary, {', '.join(ROPE_KINDS)}."
+            f"{path}: its RoPE ({kind}) must be one that this version runs: full rotary, {', '.join(ROPE_KINDS)}."
         )
     return float(thetas[0]), None if kind == "default" else scaling | {"rope_type": kind}
 
 
 def _check_ranges(config: DrafterConfig, path: Path) -> None:
     if config.block_size < 2:
-        raise DflashError(f"{path}: block_size is {config.block_size}; a block has an anchor and at least one draft.")
+        raise DflashError(f"{path}: block_size is {config.block_size}; it must be at least 2, an anchor and a draft.")
     if not 0 <= config.mask_token_id < config.vocab_size:
         raise DflashError(
-            f"{path}: mask_token_id is {config.mask_token_id}, but the embedding has {config.vocab_size} rows."
+            f"{path}: mask_token_id is {config.mask_token_id}, but must be below {config.vocab_size}, the "
+            "embedding's rows."
         )
     layers = config.num_target_layers
     if not config.taps or len(set(config.taps)) != len(config.taps) or min(config.taps) < 0:
-        raise DflashError(f"{path}: the taps {list(config.taps)} are not different layers counted from 0.")
+        raise DflashError(f"{path}: the taps {list(config.taps)} must be different layers counted from 0.")
     if layers and max(config.taps) >= layers:
-        raise DflashError(f"{path}: tap {max(config.taps)} is beyond the target's {layers} layers, counted from 0.")
+        raise DflashError(
+            f"{path}: tap {max(config.taps)} must be one of the target's {layers} layers, counted from 0."
+        )

@@ -84,7 +84,7 @@ def config_from_json(document: dict[str, Any], path: Path) -> DrafterConfig:
     """Parse config.json. The layout does not say how many layers the target has; 0 is "not known"."""
     kind = document["speculators_model_type"]
     if kind != "dflash":
-        raise DflashError(f"{path}: speculators_model_type is {kind!r}, not 'dflash'; it is no DFlash drafter.")
+        raise DflashError(f"{path}: speculators_model_type is {kind!r}, not 'dflash'; give a DFlash drafter.")
     if document.get("sample_from_anchor"):
         raise DflashError(
             f"{path}: sample_from_anchor is true, so its labels are shifted by one (slot 0 predicts too) and its "
@@ -104,7 +104,7 @@ def config_from_json(document: dict[str, Any], path: Path) -> DrafterConfig:
         )
     if SLIDING in (layer.get("layer_types") or ()) and document.get("sliding_window_non_causal"):
         raise DflashError(
-            f"{path}: sliding_window_non_causal is true, but this version's sliding layers are causal inside a block."
+            f"{path}: sliding_window_non_causal is true, but must be false for this version's sliding layers."
         )
     ids = need(document, "aux_hidden_state_layer_ids", path)
     return drafter_of(

@@ -48,13 +48,11 @@ def config_from_json(document: dict[str, Any], path: Path) -> DrafterConfig:
             "are shifted by one, slot 0 predicts too, so its weights mean something else here; train one with dflash."
         )
     if architecture != ARCHITECTURE:
-        raise DflashError(
-            f"{path}: architectures is {[architecture]}, not [{ARCHITECTURE!r}]; it is no DFlash drafter."
-        )
+        raise DflashError(f"{path}: architectures is {[architecture]}, not [{ARCHITECTURE!r}]; give a DFlash drafter.")
     inner = need(document, "dflash_config", path)
     block = inner.get("block_size", document.get("block_size"))
     if block is None:
-        raise DflashError(f"{path}: the field block_size is missing; a DFlash drafter cannot be used without it.")
+        raise DflashError(f"{path}: the field block_size is missing; add it as the drafter was trained.")
     if document.get("block_size", block) != block:
         raise DflashError(
             f"{path}: block_size is {document['block_size']}, dflash_config.block_size is {block}; make them equal."

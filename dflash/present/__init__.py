@@ -4,8 +4,9 @@ One function a command, `(result, *configs) -> text`, from the same dict that `-
 columns: a terminal, a pipe and a log file show the same. A key that a result lacks leaves its line out.
 """
 
+from dflash.present.evaluation import eval
 from dflash.present.report import report
-from dflash.present.stages import eval, export, extract, regenerate, train
+from dflash.present.stages import export, extract, regenerate, train
 from dflash.present.store import inspect_shard, pack, verify
 
 __all__ = ["eval", "export", "extract", "inspect_shard", "pack", "regenerate", "report", "train", "verify"]

@@ -1,8 +1,23 @@
 """Screens of the commands that make something: extract, train, export, eval, regenerate."""
 
+import textwrap
 from typing import Any
 
-from dflash.present.parts import Result, counts, length, number, per_slot, percent, rate, screen, seconds, size, table
+from dflash.present.parts import (
+    LABEL,
+    Result,
+    counts,
+    length,
+    number,
+    per_slot,
+    percent,
+    rate,
+    screen,
+    seconds,
+    size,
+    table,
+)
+from dflash.progress import clock
 
 LIMITS = {"gpu": "the target's forward", "disk": "the disk", "data": "preparing the batches"}
 
@@ -13,7 +28,13 @@ def extract(result: Result, config: Any, data: Any) -> str:
     supervised = result.get("supervised_tokens")
     share = f" ({percent(supervised / tokens)} supervised)" if tokens and supervised is not None else ""
     made = result.get("made") != 0  # nothing was left to do: no speed to speak of
-    buckets = [(each["ceiling"], number(each["rows"]), number(each["tokens"])) for each in result.get("buckets", ())]
+    buckets = [
+        (each["ceiling"], number(each["rows"]), number(each["tokens"]), size(each.get("bytes")))
+        for each in result.get("buckets", ())
+    ]
+    writing = (
+        f"{clock(result['write_seconds'])} at {size(result['write_speed'])}/s" if result.get("write_speed") else ""
+    )
     return screen(
         _extract_title(result, config),
         [
@@ -22,13 +43,14 @@ def extract(result: Result, config: Any, data: Any) -> str:
             ("rows", number(result.get("rows"))),
             ("dropped", counts(result.get("dropped"))),
             ("on disk", size(result.get("bytes"))),
+            ("writing takes", writing if forecast else ""),
             ("shards", number(result.get("shards"))),
             ("time", seconds(result) if made else ""),
             ("speed", rate(result.get("tokens_per_second")) if made else ""),
             ("limited by", LIMITS.get(result.get("limited_by", ""), "") if made else ""),
             ("labels = data", percent(result.get("label_agreement"))),
         ],
-        [table(("bucket", "rows", "tokens"), buckets)],
+        [table(("bucket", "rows", "tokens", "on disk"), buckets)],
         "the same line without --dry-run" if forecast else f"dflash train --store {config.store} --run runs/first",
     )
 
@@ -72,38 +94,28 @@ def export(result: Result, config: Any) -> str:
         f"Drafter exported: {out}",
         [
             ("layout", ", ".join(filter(None, (result.get("layout"), result.get("dtype"))))),
-            ("from", _from_step(result)),
+            *_from_step(result),
             ("target", result.get("target")),
             ("parameters", number(result.get("parameters"))),
-            ("checked", f"reloaded, outputs compared on {on}" if (on := result.get("checked_on")) else ""),
+            ("acceptance length", length(result.get("acceptance_length"))),
+            ("checked", f"reloaded, logits compared on {on}" if (on := result.get("checked_on")) else ""),
+            ("live target", _live(result.get("taps_checked"))),
         ],
         next_command=f"dflash eval --drafter {out} --target {result.get('target') or 'MODEL'} --prompts prompts.jsonl",
     )
 
 
-def _from_step(result: Result) -> str:
+def _live(checked: Result | None) -> str:
+    return f"its taps are the stored states (off by {percent(checked['relative_error'])})" if checked else ""
+
+
+def _from_step(result: Result) -> list[tuple[str, str]]:
+    """Which step and why, on as many lines as it takes."""
+    if result.get("step") is None:
+        return []
     why = f" ({result['why']})" if result.get("why") else ""
-    return f"step {result['step']:,}{why}" if result.get("step") is not None else ""
-
-
-def eval(result: Result, config: Any) -> str:
-    speedup = result.get("speedup")
-    same = ", ".join(f"{key} {result[key]:,}" for key in ("identical", "ties", "wrong") if result.get(key) is not None)
-    lossless = result.get("lossless")
-    return screen(
-        f"Drafter evaluated: {config.drafter}",
-        [
-            ("prompts", number(result.get("prompts"))),
-            ("acceptance length", length(result.get("acceptance_length"))),
-            ("with the drafter", rate(result.get("tokens_per_second"))),
-            ("without it", rate(result.get("baseline_tokens_per_second"))),
-            ("speed-up", f"{speedup:.2f} times" if speedup is not None else ""),
-            ("output", same),
-            ("lossless", "" if lossless is None else "yes" if lossless else "NO: see `wrong` above"),
-        ],
-        [per_slot(result.get("per_slot"))],
-        f"serve the target with the drafter in {config.drafter}" if lossless else "",
-    )
+    first, *rest = textwrap.wrap(f"step {result['step']:,}{why}", 80 - LABEL - 3)
+    return [("from", first), *(("", line) for line in rest)]
 
 
 def regenerate(result: Result, config: Any) -> str:
