@@ -33,6 +33,7 @@ SERVER.set_forkserver_preload([
     "dflash.data.prepare", "dflash.data.sources", "dflash.extract.run", "soak",
 ])  # fmt: skip
 FRESH = 0.15  # share of the rounds in which the kill does not wait for the first write
+CREATION = 4  # kills of a store's first worker at any time since its start
 LONGEST = 0.25  # seconds from the first write to the kill, at most
 TERM = 0.15  # share of SIGTERM among the signals
 
@@ -139,6 +140,11 @@ class Soak:
     def run(self, kills: int) -> None:
         """Kill until the store is complete or `kills` are done, finish, compare."""
         enough = self.figures.kills + kills
+        for _ in range(min(kills, CREATION)):
+            process = self.start(self.store, 0, 1)
+            time.sleep(self.dice.uniform(0, 1.5))
+            self.kill(process, 0)
+            self.check_between()
         while self.figures.kills < enough and not self.is_complete():
             self.round(min(enough - self.figures.kills, self.dice.randint(2, 8)))
             self.check_between()
@@ -206,7 +212,7 @@ class Soak:
             return False
         self.figures.kills += 1
         self.figures.in_shard += bool(self.unfinished(worker))
-        self.figures.before_store += not (self.store / "store.json").exists()
+        self.figures.before_store += self.store.exists() and not (self.store / "store.json").exists()
         return True
 
     def log(self, worker: int) -> str:

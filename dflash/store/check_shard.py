@@ -146,10 +146,10 @@ def _fixed_row(
 def _content(opened: OpenShard, name: str, row: int, values: np.ndarray) -> Iterator[str]:
     """The tokens and masks are those of the row's document."""
     tokens, mask = opened.store.documents[opened.manifest["documents"][row]]
-    n = len(values)
-    if name == "input_ids" and (values != tokens[:n]).any():
+    n, sound = len(values), opened.store.documents_sound
+    if sound and name == "input_ids" and (values != tokens[:n]).any():
         yield "is not the document that the plan names"
-    if name == "loss_mask" and (values != mask[:n]).any():
+    if sound and name == "loss_mask" and (values != mask[:n]).any():
         yield "is not the mask of the document that the plan names"
     if name in LOWEST_ID and not opened.are_ids(name, values):
         yield "holds a token id outside the vocabulary"

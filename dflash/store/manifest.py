@@ -18,6 +18,7 @@ from dflash.store.index import BAD_FIELDS, CRC, MAX_GENERATION
 from dflash.store.layout import FORMAT_VERSION, ArraySpec, Shard, shard_text
 from dflash.store.meta import check_crc, parse_json, with_crc
 from dflash.store.paths import read_inside, shard_parts
+from dflash.store.zarr_json import group_document
 
 if TYPE_CHECKING:
     from dflash.store.store import Store
@@ -111,6 +112,8 @@ def read_manifest(store: "Store", shard: Shard) -> tuple[dict[str, Any], bytes]:
     manifest = check_crc(group["attributes"], where)
     checks.check_fields(manifest, MANIFEST_FIELDS, where, optional=OPTIONAL)
     _check_belongs(store, shard, manifest, where)
+    if content != group_document(group["attributes"]):
+        raise DflashError(f"{where} is not spelled as dflash writes it; `dflash verify --repair` retires the shard.")
     return manifest, content
 
 

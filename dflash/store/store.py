@@ -41,6 +41,7 @@ class Store:
         self._by_name = {bucket.name: bucket for bucket in meta.buckets}
         self._cache = ShardCache()
         self._calib = ""
+        self.documents_sound = True  # False in `verify`, when docs/ is damaged and no shard may be blamed for it
         self.reload_index()
 
     @staticmethod

@@ -125,11 +125,14 @@ def _open(root: Path) -> tuple[Store | None, list[Problem]]:
         plan = None
         if paths.PLAN not in known:
             problems.append(problem(None, paths.PLAN, None, str(error)))
-    usable = documents is not None and plan is not None
+    if documents is None or plan is None:
+        return None, problems
     try:
-        return (Store(root, meta, plan, documents) if usable else None), problems  # type: ignore[arg-type]
+        store = Store(root, meta, plan, documents)
     except DflashError as error:  # the index cannot be read at all
         return None, [*problems, problem(None, paths.INDEX, None, str(error))]
+    store.documents_sound = paths.DOCS not in known
+    return store, problems
 
 
 def _check_files(root: Path, meta: StoreMeta) -> list[Problem]:
