@@ -16,9 +16,12 @@ from safetensors.torch import load_file
 
 from dflash.errors import DflashError
 from dflash.store import Store
-from dflash.train.config import TrainConfig
+from dflash.train.config import ExportConfig, TrainConfig
+from dflash.train.export import export
 from dflash.train.folder import checkpoints
+from dflash.train.ranks import Ranks
 from dflash.train.run import train
+from dflash.train.setup import set_up
 
 TIMES = {"seconds", "tokens_per_second", "data_wait"}
 
@@ -45,10 +48,12 @@ def lines(run: Path) -> list[dict]:
 
 
 def same_checkpoint(one: Path, other: Path, step: int) -> bool:
-    """Weights, moments and counts equal bit for bit."""
-    for name in ("model", "optimizer"):
-        path = Path("checkpoints") / f"step-{step:06d}" / f"{name}.safetensors"
-        left, right = load_file(one / path), load_file(other / path)
+    """Weights, moments, counts and averages equal bit for bit."""
+    folder = Path("checkpoints") / f"step-{step:06d}"
+    files = [sorted(path.name for path in (run / folder).glob("*.safetensors")) for run in (one, other)]
+    assert files[0] == files[1]
+    for name in files[0]:
+        left, right = load_file(one / folder / name), load_file(other / folder / name)
         if left.keys() != right.keys() or not all(torch.equal(left[key], right[key]) for key in left):
             return False
     return True
@@ -109,12 +114,18 @@ def test_stopped_and_resumed_equals_unbroken_bit_for_bit(
     assert lines(tmp_path / "whole") == lines(tmp_path / "broken")
 
 
-def test_killed_in_mid_run_resumes_from_the_last_checkpoint(store: Path, tmp_path: Path) -> None:
-    train(config(store, tmp_path / "whole"))
-    train(config(store, tmp_path / "broken"))
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"optimizer": "muon", "ema": 0.9}, {"deterministic": True, "sliding_window": 8, "num_layers": 2, "ema": 0.99}],
+    ids=["plain", "muon and average", "deterministic and sliding"],
+)
+def test_killed_in_mid_run_resumes_from_the_last_checkpoint(store: Path, tmp_path: Path, changes: dict) -> None:
+    train(config(store, tmp_path / "whole", **changes))
+    train(config(store, tmp_path / "broken", **changes))
     newest = tmp_path / "broken" / "checkpoints" / "step-000012"
     newest.rename(newest.with_name(".step-000012.partial"))  # killed while it was being written
-    train(config(store, tmp_path / "broken"))
+    train(config(store, tmp_path / "broken", **changes))
+    assert not torch.are_deterministic_algorithms_enabled()
     assert same_checkpoint(tmp_path / "whole", tmp_path / "broken", 12)
     assert lines(tmp_path / "whole") == lines(tmp_path / "broken")
 
@@ -196,6 +207,7 @@ def test_an_objective_that_the_store_cannot_serve_is_refused(
         ("tokens", "bf16", {"loss": "ce-tokens"}),
         ("argmax", "lz4", {"weights": "dpace"}),
         ("argmax", "bf16", {"precision": "bf16"}),
+        ("argmax", "bf16", {"precision": "bf16", "optimizer": "muon", "ema": 0.9, "sliding_window": 4}),
     ],
 )
 def test_every_kind_of_store_and_objective_trains(tmp_path: Path, labels: str, storage: str, changes: dict) -> None:
@@ -224,45 +236,67 @@ def test_the_untrained_drafter_is_a_checkpoint_too(store: Path, tmp_path: Path) 
     assert os.path.isdir(result["checkpoint"])
 
 
-def torchrun(processes: int, store: Path, run: Path, **flags: object) -> subprocess.CompletedProcess[str]:
-    settings = config(store, run, **flags)
-    words = [
-        f"--{name.replace('_', '-')}={getattr(settings, name)}"
-        for name in (
-            "store",
-            "run",
-            "num_layers",
-            "block_size",
-            "steps",
-            "mask_token",
-            "token_budget",
-            "batch_tokens",
-            "eval_every",
-        )
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={processes}",
-        "-m",
-        "--",
-        "dflash",
-    ]
-    return subprocess.run(
-        [*command, "train", *words, "--json"], capture_output=True, text=True, timeout=120, check=False
-    )
+def test_an_average_is_what_validation_judges_and_an_export_takes(store: Path, tmp_path: Path) -> None:
+    result = train(config(store, tmp_path / "run", ema=0.999, lr=0.01))
+    checkpoint = checkpoints(tmp_path / "run")[-1]
+    served, trained = checkpoint.served(), checkpoint.tensors("model")
+    assert served.keys() == trained.keys()
+    assert not torch.equal(served["fc.weight"], trained["fc.weight"])
+    export(ExportConfig(source=str(checkpoint.folder), out=str(tmp_path / "out"), dtype="float32"))
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["fc.weight"], served["fc.weight"])
+    assert result["acceptance_length"]["pooled"] >= 1
 
 
-def test_two_ranks_follow_the_trajectory_of_one(store: Path, tmp_path: Path) -> None:
-    """The same global batch: order, anchors and losses do not depend on the ranks, but for fp32 sums."""
-    train(config(store, tmp_path / "one"))
-    result = torchrun(2, store, tmp_path / "two")
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["steps"] == 12
-    for one, two in zip(lines(tmp_path / "one"), lines(tmp_path / "two"), strict=True):
-        if "loss" in one:
-            assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
-            assert two["anchors"] == one["anchors"]
-            assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+def test_the_first_layers_slide_and_an_export_says_so(store: Path, tmp_path: Path) -> None:
+    train(config(store, tmp_path / "run", sliding_window=8, num_layers=3, full_layers=1, steps=1))
+    drafter = checkpoints(tmp_path / "run")[-1].state["drafter"]
+    assert drafter["layer_types"] == ["sliding_attention", "sliding_attention", "full_attention"]
+    assert drafter["sliding_window"] == 8
+    export(ExportConfig(source=str(tmp_path / "run"), out=str(tmp_path / "out")))
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["layer_types"] == drafter["layer_types"]
+    assert written["sliding_window"] == 8
+    with pytest.raises(DflashError, match="--sliding-window must be at least 4"):
+        config(store, tmp_path / "run", sliding_window=3)
+
+
+def test_another_drafter_starts_a_run_or_every_difference_is_told(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(config(store, tmp_path / "first", steps=2))
+    export(ExportConfig(source=str(tmp_path / "first"), out=str(tmp_path / "drafter"), dtype="float32"))
+    train(config(store, tmp_path / "second", steps=0, init_from=str(tmp_path / "drafter")))
+    theirs = load_file(tmp_path / "drafter" / "model.safetensors")
+    ours = checkpoints(tmp_path / "second")[-1].tensors("model")
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    capsys.readouterr()
+    other = {"init_from": str(tmp_path / "drafter"), "block_size": 6, "mask_token": "9", "num_layers": 2}
+    with pytest.raises(DflashError, match=r"--init-from .* num_layers 1 and mask_token_id 7, but .* has 2 and 9;"):
+        train(config(store, tmp_path / "third", **other))
+    shown = capsys.readouterr().err
+    for difference in ("num_layers is 1 there and 2 here", "mask_token_id is 7", "block_size is 4"):
+        assert f"--init-from: {difference}" in shown
+    train(config(store, tmp_path / "fourth", steps=0, init_from=str(tmp_path / "drafter"), block_size=6))
+
+
+def test_the_forecast_is_told_and_a_run_that_memory_cannot_hold_is_refused(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = train(config(store, tmp_path / "run", steps=0))
+    assert "Memory: 0." in capsys.readouterr().err
+    assert result["memory"]["device"] > 16 * result["parameters"]
+    with pytest.raises(DflashError, match=r"needs .* 0\.7 GB may be used"):
+        train(config(store, tmp_path / "other", memory="0.7GB"))
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_bucket_without_rows_is_left_out(tmp_path: Path) -> None:
+    """Neither compiled nor captured: the plan, from which the graphs are made, does not have it."""
+    store = make_store(tmp_path / "store", documents=12, held_out=0, fill=False)
+    for bucket, number in store.missing():
+        if bucket == "b0064":
+            fill_shard(store, bucket, number)
+    settings = config(store.root, tmp_path / "run", partial=True)
+    setup = set_up(settings, Ranks(0, 1), torch.device("cpu"))
+    assert [bucket.name for bucket in setup.plan.order.buckets] == ["b0064"]
+    assert setup.plan.largest == 192

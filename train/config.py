@@ -72,6 +72,11 @@ class TrainConfig:
         "largest; off: no graphs, as on a CPU.",
         choices=("bucket", "budget", "off"),
     )
+    io: str = setting(
+        "mmap",
+        "mmap: rows come out of the page cache; direct: past it, for stores larger than the memory.",
+        choices=("mmap", "direct"),
+    )
     memory: str | None = setting(
         None, "GPU memory to stay within, like 24GB; the whole card's unless given.", metavar="SIZE"
     )
@@ -86,7 +91,7 @@ class TrainConfig:
     partial: bool = setting(
         False, "Train on the rows that an unfinished store has; the run keeps to them when it is resumed."
     )
-    init_from: str | None = setting(None, "A drafter's folder to start from; its shape must be the same.")
+    init_from: str | None = setting(None, "A drafter's folder to start from; shapes and taps must be the same.")
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.epochs is not None:

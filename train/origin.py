@@ -12,6 +12,9 @@ from dflash.store import Store
 from dflash.target import TargetSpec
 from dflash.train.folder import Checkpoint
 
+#: of a drafter's config: the same weights go on with longer blocks or contexts, or with windows
+MAY_DIFFER = ("block_size", "rope_scaling", "max_position_embeddings", "sliding_window", "layer_types")
+
 
 def origin_of(store: Store) -> Origin:
     """What is told of the target and the data, from the store alone."""
@@ -44,14 +47,24 @@ def origin_in(checkpoint: Checkpoint, store: Store | None) -> Origin:
 
 
 def check_start(ours: DrafterConfig, theirs: DrafterConfig, origin: Origin | None, folder: Path, store: Store) -> None:
-    """Refuse a drafter of another shape or tokenizer as --init-from; another target or template is only told of."""
+    """Refuse a drafter of another shape or tokenizer as --init-from; another target or template is only told of.
+
+    Every difference of the two configs is printed. What leaves the weights their shape and meaning may differ.
+    """
+    different: dict[str, tuple[Any, Any]] = {}
     for name in ours.__dataclass_fields__:
         mine, other = getattr(ours, name), getattr(theirs, name)
         if mine != other and not (name == "num_target_layers" and other == 0):
-            raise DflashError(
-                f"--init-from {folder}{f', a drafter of {origin.target},' if origin else ''} has {name} {other}, but "
-                f"this run of {store.meta.target['name']} has {mine}; make them equal to start from it."
-            )
+            say(f"--init-from: {name} is {other} there and {mine} here.")
+            if name not in MAY_DIFFER:
+                different[name] = (other, mine)
+    if different:
+        there = " and ".join(f"{name} {other}" for name, (other, _) in different.items())
+        here = " and ".join(str(mine) for _, mine in different.values())
+        raise DflashError(
+            f"--init-from {folder}{f', a drafter of {origin.target},' if origin else ''} has {there}, but this run of "
+            f"{store.meta.target['name']} has {here}; make them equal to start from it."
+        )
     if origin is None:
         return
     meta, drafter = store.meta, f"--init-from {folder}"

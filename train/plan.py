@@ -9,6 +9,7 @@ import torch
 
 from dflash.errors import DflashError
 from dflash.files import replacing
+from dflash.progress import say
 from dflash.store import Store
 from dflash.target import resolve_target, weights_fingerprint
 from dflash.train.config import TrainConfig
@@ -43,7 +44,7 @@ class Plan:
 
 def open_store(config: TrainConfig) -> Store:
     """The store, complete and of the right kind for the objective; else one sentence."""
-    store = Store.open(config.store)
+    store = Store.open(config.store, io=config.io)
     missing = store.missing()
     if missing and not config.partial:
         raise DflashError(
@@ -114,8 +115,10 @@ def batch_plan(
         raise DflashError(f"Store {config.store} has no rows to train on; extract more conversations.")
     order = Order(buckets, config.seed)
     batch_tokens = config.batch_tokens or BUDGETS_A_STEP[device.type] * budget
-    micros_per_step = -(-batch_tokens // budget)
-    micros_per_step = -(-micros_per_step // world) * world
+    asked = -(-batch_tokens // budget)
+    micros_per_step = -(-asked // world) * world
+    if micros_per_step != asked:
+        say(f"A step has {micros_per_step} micro-steps instead of {asked}, the next multiple of the {world} ranks.")
     epochs = config.epochs or DEFAULT_EPOCHS
     steps = config.steps if config.steps is not None else math.ceil(epochs * order.micros_per_epoch / micros_per_step)
     return Plan(order, micros_per_step, steps)

@@ -35,24 +35,42 @@ def extract(result: Result, config: Any, data: Any) -> str:
     writing = (
         f"{clock(result['write_seconds'])} at {size(result['write_speed'])}/s" if result.get("write_speed") else ""
     )
+    lost = counts(result.get("dropped_tokens"))
+    workers = [
+        (each["worker"], *(number(each[name]) for name in ("shards", "documents", "tokens")), size(each["bytes"]))
+        for each in result.get("by_worker", ())
+    ]
     return screen(
         _extract_title(result, config),
         [
+            ("lines read", number(result.get("lines"))),
             ("documents", number(documents)),
             ("tokens", number(tokens) + share if tokens is not None else ""),
             ("rows", number(result.get("rows"))),
             ("dropped", counts(result.get("dropped"))),
+            ("dropped tokens", f"{lost} of {number(result['tokens_in'])}" if lost else ""),
             ("on disk", size(result.get("bytes"))),
             ("writing takes", writing if forecast else ""),
             ("shards", number(result.get("shards"))),
             ("time", seconds(result) if made else ""),
             ("speed", rate(result.get("tokens_per_second")) if made else ""),
             ("limited by", LIMITS.get(result.get("limited_by", ""), "") if made else ""),
+            ("waited", _waits(result) if made else ""),
             ("labels = data", percent(result.get("label_agreement"))),
         ],
-        [table(("bucket", "rows", "tokens", "on disk"), buckets)],
+        [
+            table(("bucket", "rows", "tokens", "on disk"), buckets),
+            table(("worker", "shards", "documents", "tokens", "on disk"), workers if len(workers) > 1 else ()),
+        ],
         "the same line without --dry-run" if forecast else f"dflash train --store {config.store} --run runs/first",
     )
+
+
+def _waits(result: Result) -> str:
+    target, disk = result.get("gpu_wait"), result.get("disk_wait")
+    if target is None or disk is None:
+        return ""
+    return f"the target {percent(target)} of the time for the disk, the disk {percent(disk)} for the target"
 
 
 def _extract_title(result: Result, config: Any) -> str:
@@ -64,6 +82,8 @@ def _extract_title(result: Result, config: Any) -> str:
 
 
 def train(result: Result, config: Any) -> str:
+    if result.get("dry_run"):
+        return _dry_run(result, config)
     loss, wait = result.get("loss"), result.get("data_wait")
     return screen(
         f"Drafter trained: {config.run}",
@@ -80,6 +100,33 @@ def train(result: Result, config: Any) -> str:
         ],
         [per_slot(result.get("per_slot"))],
         f"dflash export {config.run} --out drafter",
+    )
+
+
+def _dry_run(result: Result, config: Any) -> str:
+    rows = [
+        (
+            each["bucket"],
+            f"{each['rows']} x {each['ceiling']}",
+            number(each["anchors"]),
+            f"{each['ms']:.1f}",
+            size(each["peak"]),
+            size(each["forecast"]),
+        )
+        for each in result["buckets"]
+    ]
+    forecast = result["forecast"]
+    return screen(
+        "Every bucket ran; nothing was written",
+        [
+            ("ready after", f"{result['ready_seconds']:.1f} s"),
+            ("update", f"{result['update_ms']:.1f} ms"),
+            ("memory", f"{size(result['peak'])}, forecast {size(forecast['device'])}"),
+            ("given up", result["economy"]),
+            ("pinned", size(forecast["pinned"]) if forecast["pinned"] else ""),
+        ],
+        [table(("bucket", "rows", "anchors", "ms", "memory", "forecast"), rows)],
+        f"the same line without --dry-run trains into {config.run}",
     )
 
 
