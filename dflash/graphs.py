@@ -24,20 +24,32 @@ class Graphs:
         self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
         self.plain: dict[str, Callable[[], None]] = {}
         self.seconds: dict[str, float] = {}
-        self.peaks: dict[str, int] = {}  # most bytes allocated while it was warmed up and captured
+        self.measuring = False  # each peak for itself, which resets torch's own
+        self.peaks: dict[str, int] = {}  # most bytes allocated until it was warm
+        self.reserved: dict[str, int] = {}  # bytes behind its capture
 
     def prepare(self, name: str, work: Callable[[], None], capture: bool, warm_up: int = WARM_UP) -> None:
         """Warm `work` up (which compiles it) and record it. It reads and writes static tensors only."""
+        self.warm_up(name, work, warm_up)
+        self.keep(name, work, capture)
+
+    def warm_up(self, name: str, work: Callable[[], None], times: int = WARM_UP) -> None:
         start = time.perf_counter()
-        torch.cuda.reset_peak_memory_stats(self.device)
+        if self.measuring:
+            torch.cuda.reset_peak_memory_stats(self.device)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            for _ in range(warm_up):
+            for _ in range(times):
                 work()
         self.stream.synchronize()
-        gc.collect()
-        torch.cuda.empty_cache()  # what warming up took is no use to the graphs' pool
+        self.peaks[name] = torch.cuda.max_memory_allocated(self.device)
+        self.seconds[name] = time.perf_counter() - start
+
+    def keep(self, name: str, work: Callable[[], None], capture: bool) -> None:
+        """Record work that is warm, or keep it as it is."""
+        start = time.perf_counter()
         if capture:
+            gc.collect()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
                 work()
@@ -45,8 +57,8 @@ class Graphs:
         else:
             self.plain[name] = work
         torch.cuda.synchronize(self.device)
-        self.peaks[name] = torch.cuda.max_memory_allocated(self.device)
-        self.seconds[name] = time.perf_counter() - start
+        self.reserved[name] = torch.cuda.memory_reserved(self.device)
+        self.seconds[name] += time.perf_counter() - start
 
     def run(self, name: str) -> None:
         """Replay on the current stream; uncaptured work runs on the side stream, where its gradients belong."""

@@ -53,8 +53,10 @@ class PlainGraphs:
     def __init__(self, device: torch.device) -> None:
         self.work: dict[str, Callable[[], None]] = {}
 
-    def prepare(self, name: str, work: Callable[[], None], capture: bool) -> None:
+    def warm_up(self, name: str, work: Callable[[], None]) -> None:
         work()
+
+    def keep(self, name: str, work: Callable[[], None], capture: bool) -> None:
         self.work[name] = work
 
     def run(self, name: str) -> None:

@@ -31,6 +31,8 @@ def dry_run(setup: Setup, runner: Runner, ready: float) -> dict[str, Any]:
         times.setdefault(micro.bucket.name, []).append(_seconds(runner, lambda m=micro, b=batch: runner.micro(m, b, 0)))
     update = statistics.median(_seconds(runner, lambda: runner.update(setup.config.lr)) for _ in range(STEPS))
     peaks = runner.peaks if isinstance(runner, Captured) else {bucket.name: resident() for bucket in buckets}
+    if setup.device.type == "cuda":
+        peaks = peaks | {"all": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
     rest = found.device - found.step
     return {
         "dry_run": True,
@@ -48,8 +50,8 @@ def dry_run(setup: Setup, runner: Runner, ready: float) -> dict[str, Any]:
             for bucket, size in zip(buckets, setup.plan.sizes, strict=True)
         ],
         "update_ms": 1000 * update,
-        "peak": torch.cuda.max_memory_allocated() if setup.device.type == "cuda" else resident(),
-        "reserved": torch.cuda.memory_reserved() if setup.device.type == "cuda" else None,
+        "peak": max(peak for name, peak in peaks.items() if name != "reserved"),
+        "reserved": peaks.get("reserved"),
         "forecast": found.to_json(),
         "economy": str(setup.economy),
         "ready_seconds": ready,

@@ -4,6 +4,7 @@ A runner owns the static tensors of a run: the step number, the sums, the learni
 gradients and sums; `update` applies them and returns tensors whose values may be read later.
 """
 
+import gc
 from collections import deque
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -98,6 +99,7 @@ class Captured:
         capture: bool,
         budget: bool = False,
         economy: Economy = PLAIN,
+        measure: bool = False,
     ) -> None:
         torch._dynamo.config.recompile_limit = 64  # one compilation a bucket and function
         self.parts, self.static = parts, StaticStep(parts, economy, compiled)
@@ -106,6 +108,7 @@ class Captured:
         self.inputs = {bucket.name: layout.batch(self.buffers, bucket) for bucket in buckets}
         self.geometries = self._geometries(layout, buckets, budget, economy)
         self.graphs = Graphs(parts.device)
+        self.graphs.measuring = measure
         self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._graph_seconds = 0.0
         self.warm(capture)
@@ -125,17 +128,27 @@ class Captured:
         return {b.name: Geometry.of(self.inputs[b.name], b.anchors, block, economy) for b in ordered}
 
     def warm(self, capture: bool) -> None:
-        """Compile and capture every graph. Buffers hold zeros: no row, so nothing is learned."""
+        """Compile and capture every graph. Buffers hold zeros: no row, so nothing is learned.
+
+        All are warm before the first is captured: what warming up took is given back, and the graphs' pool, which
+        nothing else may use, is not yet there beside it.
+        """
         for buffer in self.buffers.values():
             buffer.zero_()
         self.static.ceiling.fill_(1)
-        for name, geometry in self.geometries.items():
-            self.graphs.prepare(name, partial(self.static.micro, geometry), capture)
+        work: dict[str, Callable[[], None]] = {
+            name: partial(self.static.micro, geometry) for name, geometry in self.geometries.items()
+        }
+        work["update"] = self.static.update
+        for name, each in work.items():
+            self.graphs.warm_up(name, each)
             self.static.forget()
-        self.graphs.prepare("update", self.static.update, capture)
-        self.static.forget()
         if self.parts.device.type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
+        for name, each in work.items():
+            self.graphs.keep(name, each, capture)
+            self.static.forget()
 
     def micro(self, micro: Micro, batch: Batch, step: int) -> None:
         """`batch` is on the device, in the layout's order; it is copied into the graph's inputs."""
@@ -184,7 +197,7 @@ class Captured:
 
     @property
     def peaks(self) -> dict[str, int]:
-        """Most bytes allocated while each bucket was warmed up and captured."""
+        """Most bytes allocated while each bucket was warmed up; until then, unless `measure` was asked for."""
         alone = self.graphs.peaks.get(BUDGET)
         return self.graphs.peaks if alone is None else dict.fromkeys(self.inputs, alone)
 
