@@ -16,7 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from dflash.drafter import Drafter, RopeTable
 from dflash.errors import DflashError
@@ -42,7 +45,7 @@ class TappedTarget:
         if stateful := stateful_layers(model):
             raise DflashError(
                 f"Target {spec.name} has {', '.join(stateful)} layers, whose state cannot be rolled back after a "
-                "rejected draft; dflash decodes attention-only targets."
+                "rejected draft; evaluate its drafter in a server."
             )
 
     @property
@@ -77,7 +80,36 @@ class TappedTarget:
     def logits(self, ids_RT: Tensor, keep: int, cache: Cache, **arguments: Any) -> Tensor:
         """The model's own logits [R, keep, V] of the last tokens."""
         arguments[self._cache_name] = cache
-        return self.model(input_ids=ids_RT, use_cache=True, logits_to_keep=keep, **arguments).logits
+        config = text_config(self.model.config)
+        usual = config._attn_implementation
+        config._attn_implementation = "dflash" if usual == "sdpa" else usual
+        try:
+            return self.model(input_ids=ids_RT, use_cache=True, logits_to_keep=keep, **arguments).logits
+        finally:
+            config._attn_implementation = usual
+
+
+def grouped_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """transformers' sdpa attention, but the query heads of a kv head are laid behind each other as its queries, where
+    transformers repeats keys and values for each: copies of the whole cache, two thirds of a small target's step.
+
+    query [R, Q, T, D], key and value [R, G, L, D], an additive mask [R, 1, T, L].
+    """
+    groups, tokens = key.shape[1], query.shape[2]
+    if attention_mask is None or attention_mask.shape[1] != 1 or query.shape[1] == groups:
+        out: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return out
+    each = query.shape[1] // groups
+    packed = query.unflatten(1, (groups, each)).flatten(2, 3)  # [R, G, Q/G · T, D]
+    mask = attention_mask.expand(-1, each, -1, -1).flatten(1, 2)[:, None]
+    out_RGXD = nn.functional.scaled_dot_product_attention(packed, key, value, mask, scale=options.get("scaling"))
+    return out_RGXD.unflatten(2, (each, tokens)).flatten(1, 2).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("dflash", grouped_attention)
+AttentionMaskInterface.register("dflash", sdpa_mask)
 
 
 def stateful_layers(model: Any) -> list[str]:

@@ -28,6 +28,7 @@ from dflash.drafter import Drafter, RopeTable, embed_blocks
 from dflash.graphs import Graphs, waits_for_the_host
 
 TIE_ULPS = 2  # units in the last place between two logits that rounding may swap
+RIVALS = 3  # tokens so close to the best that are remembered
 END_STEP = 128  # on a GPU attention ends at a multiple of it: one graph for each
 PREFILL_TOKENS = 65_536  # most padded prompt tokens of one forward
 
@@ -38,14 +39,14 @@ class Response:
 
     acceptance_lengths: tokens kept of every cycle (accepted drafts + 1; the last may be cut by a stop token or the
     limit). drafted, accepted: per slot 1..B-1, in how many cycles the slot was proposed, and accepted with all before.
-    rivals: for each output token the second best token if its logit was within rounding of the best, else -1 (greedy).
+    rivals: for each output token those whose logit was within rounding of the best (greedy).
     """
 
     output_ids: list[int] = field(default_factory=list)
     acceptance_lengths: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
-    rivals: list[int] = field(default_factory=list, compare=False)
+    rivals: list[tuple[int, ...]] = field(default_factory=list, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,35 +65,35 @@ class Sampling:
         return drawn.to(device)
 
     def choose(self, logits_RTV: Tensor, uniforms_RT: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens and their rivals, int64 [R, T]. Greedy choice overwrites the best logits."""
+        """The tokens [R, T] and their rivals [R, T, RIVALS], -1 where there is none; int64."""
         if self.temperature == 0.0:
-            return best_and_rival(logits_RTV)
+            return best_and_rivals(logits_RTV)
         probabilities = torch.softmax(logits_RTV.float() / self.temperature, dim=-1)
         below = torch.cumsum(probabilities, dim=-1, dtype=torch.float64)
         where = uniforms_RT[..., None] * below[..., -1:]
         tokens = torch.searchsorted(below, where, right=True)[..., 0].clamp(max=below.shape[-1] - 1)
-        return tokens, torch.full_like(tokens, -1)
+        return tokens, tokens.new_full((*tokens.shape, RIVALS), -1)
 
 
 GREEDY = Sampling()
 
 
-def best_and_rival(logits_RTV: Tensor) -> tuple[Tensor, Tensor]:
-    """Argmax, and the second best token where it lies within TIE_ULPS of the best, else -1. Overwrites the best."""
-    best = logits_RTV.argmax(dim=-1, keepdim=True)
-    top = logits_RTV.gather(-1, best).float()
-    second = logits_RTV.scatter_(-1, best, float("-inf")).argmax(dim=-1, keepdim=True)
-    next_to = logits_RTV.gather(-1, second).float()
-    ulp = torch.finfo(logits_RTV.dtype).eps * torch.exp2(torch.log2(torch.maximum(top.abs(), next_to.abs())).floor())
-    close = top - next_to <= TIE_ULPS * ulp
-    return best[..., 0], torch.where(close, second, -1)[..., 0]
+def best_and_rivals(logits_RTV: Tensor) -> tuple[Tensor, Tensor]:
+    """Argmax [R, T] (ties: smallest id), and the next tokens within TIE_ULPS of it [R, T, RIVALS], else -1."""
+    best = logits_RTV.argmax(dim=-1)
+    values, ids = logits_RTV.topk(RIVALS + 1, dim=-1)
+    values = values.float()
+    ulp = torch.finfo(logits_RTV.dtype).eps * torch.exp2(torch.log2(values.abs().amax(-1, keepdim=True)).floor())
+    close = (values[..., :1] - values <= TIE_ULPS * ulp) & (ids != best[..., None])
+    # the best is one of the four unless more than four are equal
+    return best, torch.where(close, ids, -1).sort(dim=-1, descending=True)[0][..., :RIVALS]
 
 
 def first_difference(ours: Response, own: Response) -> str:
     """How a greedy answer compares with the target's own: `identical`, `ties` or `wrong`.
 
     A tie: where they first differ, one run had the other's token within rounding of its own, so the shape of the batch
-    decided. Whatever follows differs for that reason.
+    decided between them. Whatever follows differs for that reason.
     """
     if ours.output_ids == own.output_ids:
         return "identical"
@@ -100,7 +101,7 @@ def first_difference(ours: Response, own: Response) -> str:
     where = next((place for place in places if ours.output_ids[place] != own.output_ids[place]), None)
     if where is None:
         return "wrong"
-    swapped = ours.rivals[where] == own.output_ids[where] or own.rivals[where] == ours.output_ids[where]
+    swapped = own.output_ids[where] in ours.rivals[where] or ours.output_ids[where] in own.rivals[where]
     return "ties" if swapped else "wrong"
 
 
@@ -172,7 +173,7 @@ class _Decoder:
             self.rope = RopeTable(drafter.config, self.nowhere + 1, target.embed_VH.dtype, device)
         self.anchors, self.lengths, self.answered, self.number = torch.zeros(4, count, dtype=torch.int64, device=device)
         self.uniforms = sampling.uniforms(len(prompts), max([1, *limits]), device)
-        self.outcome = torch.zeros(count, 2 * self.block + 1, dtype=torch.int64, device=device)
+        self.outcome = torch.zeros(count, (1 + RIVALS) * self.block + 1, dtype=torch.int64, device=device)
         self.graphs = Graphs(device) if device.type == "cuda" else None
 
     @torch.inference_mode()
@@ -222,7 +223,7 @@ class _Decoder:
         self.anchors[index], self.number[index], self.answered[index] = tokens[:, 0], of, 1
         self.lengths[index] = torch.tensor([len(prompt) for prompt in prompts], device=index.device)
         for row, token, rival in zip(rows, tokens[:, 0].tolist(), rivals[:, 0].tolist(), strict=True):
-            self._add(row, [token], [rival])
+            self._add(row, [token], rival)
 
     def _keep_rows(self, rows: list[int]) -> None:
         index = torch.tensor(rows, device=self.target.device)
@@ -272,7 +273,7 @@ class _Decoder:
             # all B tokens get context; what was rejected lies behind the context's end, where the next block writes
             rows = torch.arange(len(tokens), device=tokens.device)
             self.drafts.append(self.drafter, rows, self.target.taps_RTF(), positions, self.rope)
-        self.outcome.copy_(torch.cat((own, rivals, taken[:, None]), 1))
+        self.outcome.copy_(torch.cat((own, rivals.flatten(1), taken[:, None]), 1))
         self.anchors.copy_(own.gather(1, taken[:, None])[:, 0])
         self.lengths.add_(taken + 1)
         self.answered.add_(taken + 1)
@@ -299,15 +300,17 @@ class _Decoder:
         for row, values in enumerate(outcome):
             if self.prompt_of[row] is not None:
                 new = values[-1] + 1
-                self._add(row, values[:new], values[self.block : self.block + new], cycle=self.drafter is not None)
+                self._add(row, values[:new], values[self.block : -1], cycle=self.drafter is not None)
 
     def _add(self, row: int, tokens: list[int], rivals: list[int], cycle: bool = False) -> None:
+        """Tokens of a row, and RIVALS numbers for each."""
         number = self.prompt_of[row]
         assert number is not None
         response = self.responses[number]
         kept, ended = kept_tokens(tokens, self.limits[number] - len(response.output_ids), self.stop_ids)
         response.output_ids.extend(kept)
-        response.rivals.extend(rivals[: len(kept)])
+        for place in range(len(kept)):
+            response.rivals.append(tuple(rival for rival in rivals[RIVALS * place :][:RIVALS] if rival >= 0))
         if cycle:
             response.acceptance_lengths.append(len(kept))
             _count(response, good=len(tokens) - 1, kept=len(kept))

@@ -61,6 +61,15 @@ class DrafterConfig:
         return tuple(self.sliding_window if kind == SLIDING else None for kind in kinds)
 
 
+def side_by_side(x_TH: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    """Several products of one input. Compiled, that is in training on a GPU, they are one: so is the gradient of the
+    input then, and laying the weights side by side costs a hundredth of what that saves (docs/log.md)."""
+    if not torch.compiler.is_compiling():
+        return tuple(linear(x_TH) for linear in linears)
+    weight = torch.cat([linear.weight for linear in linears])
+    return F.linear(x_TH, weight).split([linear.out_features for linear in linears], dim=-1)
+
+
 class Attention(nn.Module):
     """Queries from the block; keys and values from context and block through the same weights; normed per head."""
 
@@ -78,12 +87,16 @@ class Attention(nn.Module):
 
     def keys_values(self, x_TH: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """Keys (normed, rotated) and values, each [T, G, D], of context or block tokens."""
-        k_TGD = self.k_norm(self.k_proj(x_TH).unflatten(-1, (-1, self.head_dim)))
-        return rotate(k_TGD, rope), self.v_proj(x_TH).unflatten(-1, (-1, self.head_dim))
+        k, v = side_by_side(x_TH, self.k_proj, self.v_proj)
+        return self._keys_values(k, v, rope)
+
+    def _keys_values(self, k: Tensor, v: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        return rotate(self.k_norm(k.unflatten(-1, (-1, self.head_dim))), rope), v.unflatten(-1, (-1, self.head_dim))
 
     def forward(self, x_NH: Tensor, rope: Rope, context_kv: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        q_NQD = rotate(self.q_norm(self.q_proj(x_NH).unflatten(-1, (-1, self.head_dim))), rope)
-        block_k, block_v = self.keys_values(x_NH, rope)
+        q, k, v = side_by_side(x_NH, self.q_proj, self.k_proj, self.v_proj)
+        q_NQD = rotate(self.q_norm(q.unflatten(-1, (-1, self.head_dim))), rope)
+        block_k, block_v = self._keys_values(k, v, rope)
         return self.o_proj(attend(q_NQD, *context_kv, block_k, block_v).flatten(-2))
 
 
@@ -95,7 +108,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x_NH: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_NH)) * self.up_proj(x_NH))
+        gate, up = side_by_side(x_NH, self.gate_proj, self.up_proj)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class Layer(nn.Module):

@@ -18,6 +18,12 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from dflash.drafter import Attend
 
 TILE = 128
+#: The kernels' own tiles for heads of up to 128: the fastest of 8 and 10 tried at three shapes on an H200 (docs/log.md)
+TILES = {
+    "fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4, "fwd_num_stages": 3,
+    "bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64,
+    "bwd_num_warps": 4, "bwd_num_stages": 2,
+}  # fmt: skip
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -107,11 +113,17 @@ def attend_flex(mask: BlockMask, sliding: BlockMask | None = None) -> Attend:
     def attend(
         q_NQD: Tensor, k_SGD: Tensor, v_SGD: Tensor, block_k: Tensor, block_v: Tensor, window: int | None = None
     ) -> Tensor:
-        q = q_NQD.transpose(0, 1)[None]
-        k = torch.cat((k_SGD, block_k)).transpose(0, 1)[None]
-        v = torch.cat((v_SGD, block_v)).transpose(0, 1)[None]
+        # heads first in memory: the kernels read rows of a tile, and the copy is fused into what makes q, k and v
+        q = q_NQD.transpose(0, 1).contiguous()[None]
+        k = torch.cat((k_SGD, block_k)).transpose(0, 1).contiguous()[None]
+        v = torch.cat((v_SGD, block_v)).transpose(0, 1).contiguous()[None]
         out = flex_attention(
-            q, k, v, block_mask=mask if window is None else sliding, enable_gqa=q.shape[1] != k.shape[1]
+            q,
+            k,
+            v,
+            block_mask=mask if window is None else sliding,
+            enable_gqa=q.shape[1] != k.shape[1],
+            kernel_options=TILES if q.is_cuda and q.shape[-1] <= 128 else None,  # type: ignore[arg-type]
         )
         assert isinstance(out, Tensor)
         return out[0].transpose(0, 1)

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_LOGITS = {"cpu": 1 << 26, "cuda": 1 << 30}  # logits of one chunk: 256 MiB in fp32, 2 GiB in bf16
+CHUNK_LOGITS = {"cpu": 1 << 26, "cuda": 1 << 30}  # most logits of one chunk: 256 MiB in fp32, 2 GiB in bf16
+CHUNK_ROWS = 4096  # more rows a chunk are no faster on an H200 (captured-step.md, section 10)
+EVEN = 128  # blocks of a chunk, so that its rows fill the tiles of a product
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,12 @@ def block_loss(
     return LossSums(*_BlockLoss.apply(hidden_AJH, head, targets_AJ, counts_AJ, decay_J, teacher, chunk))
 
 
+def chunk_blocks(anchors: int, slots: int, vocabulary: int, chunk_logits: int) -> int:
+    """Blocks of a chunk: at most `chunk_logits` logits and about CHUNK_ROWS rows; a multiple of EVEN if that fits."""
+    most = max(1, min(chunk_logits // vocabulary, CHUNK_ROWS) // slots)
+    return most // EVEN * EVEN or -(-anchors // -(-anchors // most))  # else of nearly equal size
+
+
 class _BlockLoss(torch.autograd.Function):
     """Forward makes the gradient of `hidden_AJH` chunk by chunk; backward scales it."""
 
@@ -149,8 +157,7 @@ class _BlockLoss(torch.autograd.Function):
         chunk_logits: int,
     ) -> tuple[Tensor, ...]:
         anchors, slots, _ = hidden_AJH.shape
-        most = max(1, chunk_logits // (slots * head.weight_VH.shape[0]))
-        step = -(-anchors // -(-anchors // most))  # chunks of nearly equal size
+        step = chunk_blocks(anchors, slots, head.weight_VH.shape[0], chunk_logits)
         gradient = torch.empty_like(hidden_AJH)
         wide = torch.promote_types(hidden_AJH.dtype, torch.float32)
         zero = hidden_AJH.new_zeros((), dtype=wide)

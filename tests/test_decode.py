@@ -11,7 +11,7 @@ from dflash.checkpoint import load_drafter
 from dflash.decode import (
     Response,
     Sampling,
-    best_and_rival,
+    best_and_rivals,
     decode_plain,
     decode_speculative,
     first_difference,
@@ -132,22 +132,27 @@ def test_sampling_keeps_the_targets_distribution(pair: tuple) -> None:
 
 
 def test_a_difference_is_a_tie_only_where_one_run_had_the_others_token_within_rounding() -> None:
-    own = Response(output_ids=[4, 5, 6], rivals=[-1, 9, -1])
-    assert first_difference(Response(output_ids=[4, 5, 6], rivals=[-1] * 3), own) == "identical"
-    assert first_difference(Response(output_ids=[4, 9, 8], rivals=[-1] * 3), own) == "ties"
-    assert first_difference(Response(output_ids=[4, 8, 8], rivals=[-1, 5, -1]), own) == "ties"
-    assert first_difference(Response(output_ids=[4, 8, 8], rivals=[-1, 7, -1]), own) == "wrong"
-    assert first_difference(Response(output_ids=[7, 5, 6], rivals=[5, -1, -1]), own) == "wrong"
-    assert first_difference(Response(output_ids=[4, 5], rivals=[-1] * 2), own) == "wrong"
+    own = Response(output_ids=[4, 5, 6], rivals=[(), (8, 9), ()])
+    none: list[tuple[int, ...]] = [()] * 3
+    assert first_difference(Response(output_ids=[4, 5, 6], rivals=none), own) == "identical"
+    assert first_difference(Response(output_ids=[4, 9, 8], rivals=none), own) == "ties"
+    assert first_difference(Response(output_ids=[4, 7, 8], rivals=[(), (5,), ()]), own) == "ties"
+    assert first_difference(Response(output_ids=[4, 7, 8], rivals=[(), (9,), ()]), own) == "wrong"
+    assert first_difference(Response(output_ids=[7, 5, 6], rivals=[(5,), (), ()]), own) == "wrong"
+    assert first_difference(Response(output_ids=[4, 5], rivals=none[:2]), own) == "wrong"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_rival_is_the_second_best_token_within_two_units_in_the_last_place(dtype: torch.dtype) -> None:
+def test_rivals_are_the_tokens_within_two_units_in_the_last_place(dtype: torch.dtype) -> None:
     ulp = torch.finfo(dtype).eps * 16  # of numbers between 16 and 32
-    logits = torch.tensor([[[20.0, 3, 20.0 - 2 * ulp, -1], [20.0, 3, 20.0 - 3 * ulp, -1], [7, -20, 0, 7]]], dtype=dtype)
-    best, rival = best_and_rival(logits)
+    rows = [
+        [20.0, 3, 20.0 - 2 * ulp, -1, 0, 20.0 - ulp],
+        [20.0, 3, 20.0 - 3 * ulp, -1, 0, 0],
+        [7, -20, 0, 7, 7, 7],
+    ]
+    best, rivals = best_and_rivals(torch.tensor([rows], dtype=dtype))
     assert best.tolist() == [[0, 0, 0]]
-    assert rival.tolist() == [[2, -1, 3]]
+    assert rivals.tolist() == [[[5, 2, -1], [-1, -1, -1], [5, 4, 3]]]
 
 
 def test_kept_tokens_cuts_at_limit_and_stop() -> None:
