@@ -158,7 +158,8 @@ def play_server(units: list[Unit], config: RegenerateConfig, stop: Stop) -> Iter
                     running[pool.submit(ask, unit[0])] = unit
                 if not running:
                     return
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                done = wait(running, return_when=FIRST_COMPLETED).done
+                for future in sorted(done, key=lambda each: each.exception() is not None):  # keep what was answered
                     unit = running.pop(future)
                     future.result()
                     yield unit
@@ -176,6 +177,7 @@ def _ask_server(item: Item, config: RegenerateConfig, stop: Stop) -> None:
             "messages": asked,
             "max_tokens": config.max_new_tokens,
             "temperature": config.temperature,
+            "top_p": 1.0,  # servers take other defaults from the model's folder
             "seed": derived_seed(config.seed, item.key, turn) % 2**31,
         }
         if item.prompt.tools:

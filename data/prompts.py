@@ -73,5 +73,8 @@ def _prompt_ids(conversation: Conversation, file: str) -> tuple[int, ...]:
     while start and mask[start - 1]:
         start -= 1
     if not start:
-        raise DflashError(f"{file}, line {conversation.line}: supervised from its first token, so there is no prompt.")
+        raise DflashError(
+            f"{file}, line {conversation.line}: supervised from its first token; leave some of it "
+            "unsupervised as the prompt."
+        )
     return ids[:start]

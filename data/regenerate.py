@@ -110,6 +110,7 @@ def _record(item: Item, config: RegenerateConfig, run: str) -> dict[str, Any]:
     record["sampling"] = {
         "model": config.model or config.target,
         "temperature": config.temperature,
+        "top_p": 1.0,
         "max_new_tokens": config.max_new_tokens,
         "seed": config.seed,
         "prompt": item.prompt.id,

@@ -39,16 +39,21 @@ def complete(url: str, body: dict[str, Any], stop: Stop) -> Reply:
         try:
             return _parse(url, _post(url, body))
         except urllib.error.HTTPError as error:
-            reason = f"{error.code} {_detail(error)}"
+            reason, asked = f"{error.code} {_detail(error)}", error.headers.get("Retry-After", "")
+            wait = max(wait, min(float(asked), LONGEST_WAIT)) if asked.isdigit() else wait
             if error.code not in RETRIED:
-                raise DflashError(f"The server {url} refuses a request: {reason}") from None
+                raise DflashError(
+                    f"The server {url} refuses a request, so check --model and its limits: {reason}"
+                ) from None
         except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
             reason = str(getattr(error, "reason", error)) or type(error).__name__
         if attempt == ATTEMPTS or stop:
             break
         time.sleep(wait)
         wait = min(2 * wait, LONGEST_WAIT)
-    raise DflashError(f"The server {url} does not answer after {attempt} attempts: {reason}")
+    raise DflashError(
+        f"The server {url} does not answer after {attempt} attempts, so start it or give another --server: {reason}"
+    )
 
 
 def _post(url: str, body: dict[str, Any]) -> bytes:

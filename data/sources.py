@@ -38,7 +38,7 @@ class JsonlFile:
                     self._hash.update(raw)
                     yield self.count, raw
         except OSError as error:
-            raise DflashError(f"{self.name} cannot be read: {error.strerror}.") from error
+            raise DflashError(f"{self.name} cannot be read ({error.strerror}); change its permissions.") from error
 
     def digest(self) -> str:
         return self._hash.hexdigest()
@@ -58,7 +58,9 @@ class HubDataset:
             rows = self._datasets.load_dataset(self.name, split="train", streaming=True)
         except Exception as error:  # `datasets` raises a dozen types for one fact
             what = " ".join(str(error).split()) or type(error).__name__
-            raise DflashError(f"{self.name} is no file, and `datasets` cannot load it either: {what}") from error
+            raise DflashError(
+                f"{self.name} is no file, and `datasets` cannot load it either, so give a JSONL file: {what}"
+            ) from error
         for row in rows:
             self.count += 1
             # A dataset fills absent fields with null; absent is what they mean.

@@ -176,7 +176,7 @@ class Tokeniser:
                 yield from waiting.popleft().result()
         except BrokenProcessPool:
             raise DflashError(
-                "A process that tokenises was killed, perhaps for want of memory, so nothing is kept: "
+                "A process that tokenises --data was killed, perhaps for want of memory, so nothing is kept: "
                 "run the same command again."
             ) from None
 

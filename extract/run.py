@@ -92,7 +92,7 @@ def extract(
         if config.dry_run:
             return dry_run(job)
         if worker > 0:
-            workers.wait_for(job.root / "store.json", "the store", stop)
+            workers.wait_for(job.root / "store.json", "the store", job.root, stop)
         with claimed(job) as lock:
             store = open_or_create(job)
             result = fill(job, store, stop, lock)
@@ -236,6 +236,8 @@ def fill(job: Job, store: Store, stop: Stop, lock: Any) -> dict[str, Any]:
     else:
         totals = run_target(job, store, shards, stop, lock)
         store.reload_index()
+    if job.worker == 0 and job.workers > 1 and job.config.worker is None:
+        workers.wait_for_others(store, stop)
     return summarise_run(store, totals) | {"worker": job.worker, "workers": job.workers}
 
 
@@ -301,5 +303,5 @@ def channel_rms(job: Job, store: Store, model: nn.Module, layout: Layout, stop: 
     if not path.exists() and job.worker == 0:
         say("Measuring the channels for int8.")
         calib.write_calib(store, calib.measure_rms(model, store, layout, *largest_batch(store)))
-    workers.wait_for(path, "the channel RMS", stop)
+    workers.wait_for(path, "the channel RMS", job.root, stop)
     return calib.read_calib(store, job.device)

@@ -166,7 +166,7 @@ class Extractor:
             if hidden.shape != (rows, ceiling, self.layout.hidden_size):
                 raise DflashError(
                     f"Decoder layer {self.layout.taps[number]} of {self.spec.name} puts out {tuple(hidden.shape)} "
-                    f"instead of {(rows, ceiling, self.layout.hidden_size)}: this family cannot be tapped."
+                    f"instead of {(rows, ceiling, self.layout.hidden_size)}: use another target."
                 )
             self._keep(hidden, number, stage)
 

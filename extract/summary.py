@@ -18,14 +18,17 @@ def summarise_run(store: Store, totals: Totals) -> dict[str, Any]:
     for (bucket, _), entry in store.index.entries.items():
         per_bucket[bucket] = per_bucket.get(bucket, 0) + int(entry["bytes"])
     result = forecast.summarise(store.meta, store.plan, allocated_bytes(store.root), per_bucket)
+    lost = dict(store.meta.counts.get("dropped_tokens", {}))
     bad = [(shard, each) for shard, entry in store.index.entries.items() for each in entry["bad"]]
     if bad:
         result["dropped"]["nonfinite"] = len(bad)
         result["documents"] -= len(bad)
+        lost["nonfinite"] = 0
         for (bucket, number), each in bad:
             row = store.bucket(bucket).rows_of(number).start + each["row"]
-            result["tokens"] -= int(store.plan.rows[bucket].length[row])
+            lost["nonfinite"] += int(store.plan.rows[bucket].length[row])
             result["supervised_tokens"] -= int(store.plan.rows[bucket].supervised[row])
+        result["tokens"] -= lost["nonfinite"]
         say(
             f"Warning: {len(bad):,} documents gave states that are not finite and are left out, "
             f"such as {bad[0][1]['source']} (tap {bad[0][1]['tap']})."
@@ -42,6 +45,10 @@ def summarise_run(store: Store, totals: Totals) -> dict[str, Any]:
         result
         | speeds(totals)
         | {
+            "lines": store.meta.counts.get("lines"),
+            "dropped_tokens": lost,
+            "tokens_in": result["tokens"] + sum(lost.values()),
+            "by_worker": by_worker(store),
             "shards": len(store.shards()) - len(store.missing()),
             "missing": len(store.missing()),
             "made": totals.shards,
@@ -51,6 +58,22 @@ def summarise_run(store: Store, totals: Totals) -> dict[str, Any]:
             "next": f"dflash train --store {store.root} --run RUN",
         }
     )
+
+
+def by_worker(store: Store) -> list[dict[str, int]]:
+    """What each worker has put into the store, in this run and before, from the index."""
+    found: dict[int, dict[str, int]] = {}
+    for entry in store.index.entries.values():
+        one = found.setdefault(
+            entry["worker"],
+            {"worker": entry["worker"], "shards": 0, "documents": 0, "tokens": 0, "nonfinite": 0, "bytes": 0},
+        )
+        one["shards"] += 1
+        one["documents"] += sum(length > 0 for length in entry["lengths"])
+        one["tokens"] += sum(entry["lengths"])
+        one["nonfinite"] += len(entry["bad"])
+        one["bytes"] += entry["bytes"]
+    return [found[worker] for worker in sorted(found)]
 
 
 def speeds(totals: Totals) -> dict[str, Any]:

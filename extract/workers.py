@@ -15,6 +15,8 @@ from dflash.errors import DflashError, DiskFullError, Interrupted
 from dflash.extract.config import parse_worker
 from dflash.progress import say
 from dflash.signals import STOP_SIGNALS, Stop
+from dflash.store import Store
+from dflash.store.lock import live_workers
 
 POLL_SECONDS = 0.5
 REMIND_SECONDS = 60.0
@@ -39,19 +41,38 @@ def choose_device(given: str | None, worker: int) -> torch.device:
     except RuntimeError:
         raise DflashError(f"--device {given} is unknown: choose cpu, cuda or cuda:N.") from None
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise DflashError(f"--device {given} is not there: this machine's torch sees {torch.cuda.device_count()} GPUs.")
+        raise DflashError(
+            f"--device {given} is not there: this machine's torch sees {torch.cuda.device_count()} GPUs; give "
+            "one of them."
+        )
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
-def wait_for(path: Path, what: str, stop: Stop) -> None:
-    """Wait until worker 0 has made `path`, saying so now and then."""
-    last = float("-inf")
+def wait_for(path: Path, what: str, root: Path, stop: Stop) -> None:
+    """Wait until worker 0 has made `path`, saying so now and then; a worker 0 that was there and died is an error."""
+    last, seen = float("-inf"), False
     while not path.exists():
         stop.check("this worker has written nothing yet; run the same command again.")
+        alive = 0 in live_workers(root)
+        if seen and not alive and not path.exists():
+            raise DflashError(
+                f"Worker 0 of store {root} ended before it had written {what}: start it again, then this one."
+            )
+        seen = alive
         if time.monotonic() - last >= REMIND_SECONDS:
             last = time.monotonic()
             say(f"Waiting for worker 0 to write {what} ({path}).")
         time.sleep(POLL_SECONDS)
+
+
+def wait_for_others(store: Store, stop: Stop) -> None:
+    """Under torchrun worker 0 speaks for all, so it waits until the others have ended, whether or not they are done."""
+    others = live_workers(store.root, but=0)
+    if others and store.missing():
+        say(f"Waiting for {', '.join(f'worker {number}' for number in sorted(others))}.")
+    while store.missing() and live_workers(store.root, but=0) and not stop:
+        time.sleep(POLL_SECONDS)
+        store.reload_index()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import torch
 from dflash.data import generate, server
 from dflash.data.config import RegenerateConfig
 from dflash.data.conversations import read_conversations
+from dflash.data.journal import Journal
 from dflash.data.regenerate import regenerate
 from dflash.data.render import Renderer, render_documents, render_prompt
 from dflash.errors import DflashError, Interrupted
@@ -242,6 +243,9 @@ def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
         RegenerateConfig(data=("d",), out="o", **settings)
 
 
+HANGS_UP = 0  # instead of a status: the connection is lost
+
+
 class FakeServer(ThreadingHTTPServer):
     """Answers with the number of messages and the last text; `failures` holds statuses to send first."""
 
@@ -252,6 +256,7 @@ class FakeServer(ThreadingHTTPServer):
         self.failures: list[int] = []
         self.bodies: list[dict[str, Any]] = []
         self.lock = threading.Lock()
+        self.gathers: threading.Barrier | None = None  # answers wait until so many have been asked for
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 
@@ -263,6 +268,11 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.bodies.append({**body, "path": self.path})
             status = self.server.failures.pop(0) if self.server.failures else 200
+        if self.server.gathers is not None:
+            self.server.gathers.wait(timeout=20)
+        if status == HANGS_UP:
+            self.connection.close()
+            return
         text = f"{len(body['messages'])}:{body['messages'][-1]['content'][:6]}"
         message = {"role": "assistant", "content": text, "reasoning_content": "because"}
         reply: dict[str, Any] = {
@@ -312,10 +322,74 @@ def test_an_overloaded_server_is_asked_again(tmp_path: Path, fake: FakeServer) -
     assert len(fake.bodies) == 9
 
 
+def test_a_lost_connection_is_asked_again(tmp_path: Path, fake: FakeServer) -> None:
+    fake.failures = [HANGS_UP, HANGS_UP]
+    assert regenerate(config(tmp_path, server=fake.url, model="m"))["lines"] == 5
+    assert len(fake.bodies) == 8
+
+
+def test_a_server_is_asked_by_several_at_once(tmp_path: Path, fake: FakeServer) -> None:
+    """Nobody is answered before four ask: with fewer at once this would never end."""
+    fake.gathers = threading.Barrier(4)
+    records = [{"prompt": f"prompt {n}", "id": n} for n in range(12)]
+    settings = config(tmp_path, records, server=fake.url, model="m", batch_size=4)
+    regenerate(settings)
+    assert [line["id"] for line in lines(settings.out)] == list(range(12))
+
+
+def test_samples_from_a_server_have_seeds_of_their_own_and_say_how_they_were_made(
+    tmp_path: Path, fake: FakeServer
+) -> None:
+    settings = config(
+        tmp_path, PROMPTS[:3], server=fake.url, model="m", temperature=0.7, samples=3, seed=5,
+        template_args={"enable_thinking": True},
+    )  # fmt: skip
+    result = regenerate(settings)
+    written = lines(settings.out)
+    assert (result["lines"], result["prompts"], result["responses"]) == (9, 3, 12)
+    places = [(line["sampling"]["prompt"], line["sampling"]["sample"]) for line in written]
+    assert places == [(p, s) for p in range(3) for s in range(3)]
+    assert len({body["seed"] for body in fake.bodies}) == len(fake.bodies) == 12
+    assert {(body["temperature"], body["top_p"]) for body in fake.bodies} == {(0.7, 1.0)}
+    for line in written:
+        assert line["template_args"] == {"enable_thinking": True}
+        made = {key: line["sampling"][key] for key in ("model", "temperature", "top_p", "max_new_tokens", "seed")}
+        assert made == {"model": "m", "temperature": 0.7, "top_p": 1.0, "max_new_tokens": 24, "seed": 5}
+
+
+def test_a_stopped_server_run_goes_on_and_asks_only_what_is_left(
+    tmp_path: Path, fake: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [{"prompt": f"prompt {n}", "id": n} for n in range(10)]
+    settings = config(tmp_path, records, server=fake.url, model="m", batch_size=1)
+    append, count = Journal.append, 0
+
+    def stopping(self: Journal, *args: Any) -> None:
+        nonlocal count
+        count += 1
+        append(self, *args)
+        if count == 4:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "append", stopping)
+        with pytest.raises(Interrupted) as stopped:
+            regenerate(settings)
+    assert stopped.value.exit_code == 130
+    kept = {line["id"] for line in lines(settings.out + ".part")}
+    assert len(kept) == 4
+    fake.bodies.clear()
+    assert regenerate(settings)["resumed"] == 4
+    assert {body["messages"][0]["content"] for body in fake.bodies} == {
+        f"prompt {n}" for n in range(10) if n not in kept
+    }
+    assert [line["id"] for line in lines(settings.out)] == list(range(10))
+
+
 def test_a_refusal_is_not_tried_again_and_what_was_answered_is_kept(tmp_path: Path, fake: FakeServer) -> None:
     settings = config(tmp_path, server=fake.url, model="m", batch_size=1)
     fake.failures = [200, 200, 200, 400]
-    with pytest.raises(DflashError, match="refuses a request: 400 the prompt is too long"):
+    with pytest.raises(DflashError, match=r"refuses a request, .*: 400 the prompt is too long"):
         regenerate(settings)
     kept = len(lines(settings.out + ".part"))
     assert kept == 2
@@ -327,5 +401,5 @@ def test_a_refusal_is_not_tried_again_and_what_was_answered_is_kept(tmp_path: Pa
 def test_a_server_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "FIRST_WAIT", 0.001)
     settings = config(tmp_path, PROMPTS[:1], server="http://127.0.0.1:9", model="m")
-    with pytest.raises(DflashError, match=r"127\.0\.0\.1:9/v1/chat/comp.* not answer after 6 attempts: .*refused"):
+    with pytest.raises(DflashError, match=r"127\.0\.0\.1:9/v1/chat/comp.* not answer after 6 attempts, .*refused"):
         regenerate(settings)
