@@ -4,6 +4,7 @@ import os
 import shutil
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -48,8 +49,12 @@ def write_speed(path: Path) -> float | None:
         return None
     content = np.frombuffer(os.urandom(1 << 20) * (PIECE >> 20), np.uint8)
     try:
-        with tempfile.TemporaryFile(dir=existing(path)) as file:
-            past = PastCache(Path(f"/proc/self/fd/{file.fileno()}"))
+        with (
+            tempfile.TemporaryFile(dir=existing(path)) as file,
+            closing(
+                PastCache(Path(f"/proc/self/fd/{file.fileno()}"))
+            ) as past,  # on a full disk too: it holds the space
+        ):
             start, written = time.monotonic(), 0
             most = min(PIECES, free_bytes(path) // (SPARE * PIECE))
             while written < most * PIECE and time.monotonic() - start < SECONDS:
@@ -57,7 +62,6 @@ def write_speed(path: Path) -> float | None:
                 pwrite_all(file.fileno(), content[done:], written + done)
                 written += PIECE
             os.fsync(file.fileno())
-            past.close()
             return written / (time.monotonic() - start)
     except OSError:
         return None

@@ -28,10 +28,10 @@ import numpy as np
 
 TESTS = Path(__file__).parent
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload([
+PRELOAD = [
     "torch", "transformers", "transformers.models.qwen3.modeling_qwen3", "numcodecs.blosc", "dflash.cli",
     "dflash.data.prepare", "dflash.data.sources", "dflash.extract.run", "soak",
-])  # fmt: skip
+]  # fmt: skip
 FRESH = 0.15  # share of the rounds in which the kill does not wait for the first write
 CREATION = 4  # kills of a store's first worker at any time since its start
 LONGEST = 0.25  # seconds from the first write to the kill, at most
@@ -95,6 +95,7 @@ def run_command(words: list[str], shard_tokens: int, log: str) -> None:
 
 
 def start(words: list[str], log: Path, shard_tokens: int = 192) -> ForkServerProcess:
+    SERVER.set_forkserver_preload(PRELOAD)
     process = SERVER.Process(target=run_command, args=(words, shard_tokens, str(log)))
     process.start()
     return process

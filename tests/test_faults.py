@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +73,7 @@ def test_a_disk_that_fills_half_way_leaves_a_store_that_the_same_command_complet
     tiny_target: Path, data: Path, small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dflash.extract.disk.free_bytes", lambda path: 1 << 40)  # somebody else fills it meanwhile
+    monkeypatch.setattr("dflash.extract.disk.write_speed", lambda path: None)
     monkeypatch.setattr("dflash.store.shard.SPARE_BYTES", 0, raising=False)
     result = extract(tiny_target, data, small_disk / "store")
     assert result.exit_code == 28, result.stderr
@@ -84,6 +87,82 @@ def test_a_disk_that_fills_half_way_leaves_a_store_that_the_same_command_complet
     assert whole.exit_code == 0
     for file in sorted((tmp_path / "whole" / "shards").rglob("c.*")):
         assert (small_disk / "store" / file.relative_to(tmp_path / "whole")).read_bytes() == file.read_bytes()
+
+
+@contextmanager
+def read_only(disk: Path) -> Iterator[None]:
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+
+
+def test_a_read_only_store_is_read_and_not_written(tiny_target: Path, data: Path, small_disk: Path) -> None:
+    """Nothing is lost, nobody gets a traceback, and what only reads works: verify, inspect-shard, train."""
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+    store = small_disk / "store"
+    assert extract(tiny_target, data, store).exit_code == 0
+    before = content_of(store)
+    with read_only(small_disk):
+        again = extract(tiny_target, data, store)
+        assert again.exit_code == 1
+        assert str(store) in one_sentence(again)
+        elsewhere = extract(tiny_target, data, small_disk / "new")
+        assert elsewhere.exit_code == 1
+        assert str(small_disk / "new") in one_sentence(elsewhere)
+        assert dflash("verify", store, "--json").exit_code == 0
+        assert dflash("inspect-shard", store, "--json").exit_code == 0
+        for flag in ("--repair", "--rebuild-index"):
+            assert dflash("verify", store, flag, "--json").exit_code in (0, 1)
+        words = ("train", "--store", store, "--steps", "1", "--num-layers", "1", "--block-size", "4")
+        trained = dflash(*words, "--run", small_disk.parent / "run")
+        assert trained.exit_code == 0, trained.stderr
+        damaged = store / "shards/b0064/s000000.zarr/hidden/c.0.0.0"
+    assert content_of(store) == before
+    os.truncate(damaged, 5000)
+    with read_only(small_disk):
+        repair = dflash("verify", store, "--repair", "--json")
+        assert repair.exit_code == 1
+        assert "cannot be written" in one_sentence(repair)
+
+
+def content_of(store: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(store)): p.read_bytes() for p in sorted(store.rglob("*")) if p.is_file()}
+
+
+@pytest.mark.parametrize("fault", ["torn line", "no line", "no index", "no tmp, shards, index", "index and --rebuild"])
+def test_what_a_crash_leaves_is_put_in_order_by_the_next_extraction(
+    tiny_target: Path, data: Path, tmp_path: Path, fault: str
+) -> None:
+    """A torn last index line; a shard renamed but not indexed; the index lost."""
+    store = tmp_path / "store"
+    assert extract(tiny_target, data, store).exit_code == 0
+    before, index = content_of(store), store / "index/w000.jsonl"
+    lines = index.read_bytes().splitlines(keepends=True)
+    if fault == "torn line":
+        index.write_bytes(b"".join(lines)[:-20])
+    elif fault == "no line":
+        index.write_bytes(b"".join(lines[:-1]))
+    else:
+        shutil.rmtree(index.parent)
+    if fault == "no tmp, shards, index":
+        shutil.rmtree(store / "tmp")
+        shutil.rmtree(store / "shards")
+    assert dflash("verify", store, "--json").exit_code == (fault != "no tmp, shards, index"), "missing is no damage"
+    inodes = {p: p.stat().st_ino for p in store.glob("shards/*/*")}
+    if fault == "index and --rebuild":
+        rebuilt = json.loads(dflash("verify", store, "--rebuild-index", "--json").stdout)
+        assert rebuilt["ok"]
+        assert len(rebuilt["rebuilt"]) == len(lines)
+    result = extract(tiny_target, data, store)
+    assert result.exit_code == 0, result.stderr
+    after = content_of(store)
+    assert sorted(after.pop("index/w000.jsonl").splitlines()) == sorted(before.pop("index/w000.jsonl").splitlines())
+    assert after == before
+    if inodes:
+        assert {p: p.stat().st_ino for p in store.glob("shards/*/*")} == inodes, "adopted, not made again"
+    assert dflash("verify", store, "--json").exit_code == 0
 
 
 def test_a_cut_shard_stops_training_is_found_and_is_made_again(tiny_target: Path, data: Path, tmp_path: Path) -> None:
