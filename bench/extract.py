@@ -108,10 +108,9 @@ def make_store(
     arguments: argparse.Namespace, spec: TargetSpec, device: torch.device, root: Path
 ) -> tuple[Store, Layout]:
     """A store whose buckets have some shards each, documents of random ids."""
-    small = arguments.cpu and not arguments.disk
-    ceilings, shortest = (CPU_BUCKETS, CPU_SHORTEST) if small else (GPU_BUCKETS, GPU_SHORTEST)
-    shards = 1 + (arguments.shards or (1 if small else 3))
-    if small:
+    ceilings, shortest = (CPU_BUCKETS, CPU_SHORTEST) if arguments.cpu else (GPU_BUCKETS, GPU_SHORTEST)
+    shards = 1 + (arguments.shards or (1 if arguments.cpu else 3))
+    if arguments.cpu and not arguments.disk:
         forecast.default_rows_per_shard = lambda ceiling: max(1, 2048 // ceiling)  # type: ignore[assignment]
     draw = np.random.default_rng(0)
     data = root / "data.jsonl"
@@ -121,6 +120,9 @@ def make_store(
                 ids = draw.integers(3, spec.vocab_size, length).tolist()
                 line = {"input_ids": ids, "loss_mask": [0] * 8 + [1] * (len(ids) - 8)}
                 file.write(json.dumps(line) + "\n")
+    need = int(1.2 * shards * len(ceilings) * 32_768 * 5 * 2 * spec.hidden_size)
+    if (free := shutil.disk_usage(root).free) < need and not (arguments.cpu and not arguments.disk):
+        sys.exit(f"{root.parent} has {free / 1e9:.0f} GB free, this needs {need / 1e9:.0f}: --folder or --shards.")
     prepared_folder = root / "prepared"
     prepared_folder.mkdir()
     config = DataConfig(data=(str(data),), buckets=ceilings, holdout=0.0)
