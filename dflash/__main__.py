@@ -2,4 +2,5 @@
 
 from dflash.cli import main
 
-main()
+if __name__ == "__main__":  # processes that tokenise import this module again
+    main()

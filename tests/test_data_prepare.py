@@ -206,3 +206,15 @@ def test_show_prints_the_first_documents_with_the_supervised_part_marked(
 def test_settings_are_checked(settings: dict[str, Any], flag: str) -> None:
     with pytest.raises(DflashError, match=flag):
         DataConfig(**{"data": ("d.jsonl",), **settings})
+
+
+def test_show_colours_the_supervised_part_on_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    run(tmp_path, [pair(1)], show=1)
+    shown = capsys.readouterr().err
+    assert "\x1b[1;32mxxxxx1<|im_end|>" in shown
+    assert "\x1b[2m<|im_start|>user" in shown
+    assert "⟦" not in shown
