@@ -26,7 +26,7 @@ def run(tmp_path: Path, lines: list[dict], **changes: Any) -> dict[str, Any]:
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     fields = {
         "drafter": str(VECTORS / "drafter"), "target": str(VECTORS / "target"), "prompts": (str(prompts),),
-        "max_new_tokens": 48, "details": True,
+        "max_new_tokens": 64, "details": True,
     }  # fmt: skip
     return evaluate(EvalConfig(**(fields | changes)), read_prompts, render_prompt)
 
@@ -94,7 +94,7 @@ def test_the_figures_are_those_of_the_answers(tmp_path: Path) -> None:
     """Batched, over two categories and a file's name, with the cycles that --details shows."""
     lines = [{"input_ids": case["prompt"], "category": name} for case, name in zip(CASES, "aabb", strict=False)]
     lines += [{"input_ids": case["prompt"]} for case in CASES[4:]]
-    result = run(tmp_path, lines)
+    result = run(tmp_path, lines, max_new_tokens=32)
     cycles = [response["acceptance_lengths"] for response in result["responses"]]
     everything = [length for lengths in cycles for length in lengths]
     assert result["cycles"] == len(everything)
@@ -118,8 +118,8 @@ def test_two_drafters_are_paired_on_the_same_prompts(tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     write_drafter(tmp_path / "broken", drafter.config, dict(drafter.named_parameters()), "float32")
     lines = [{"input_ids": case["prompt"]} for case in CASES]
-    alone = run(tmp_path, lines)
-    result = run(tmp_path, lines, compare=str(tmp_path / "broken"))
+    alone = run(tmp_path, lines, max_new_tokens=24)
+    result = run(tmp_path, lines, max_new_tokens=24, compare=str(tmp_path / "broken"))
     assert result["acceptance_length"] == alone["acceptance_length"]
     assert result["responses"] == alone["responses"]
     other = result["compare"]
@@ -199,6 +199,15 @@ def test_thinking_on_in_the_data_and_off_here_is_refused(tmp_path: Path, tiny_ch
         )
     shutil.rmtree(tmp_path / "drafter")
     assert chat(tmp_path, tiny_chat, chat_drafter, on, chat_template=str(template))["lossless"]
+
+
+def test_a_drafter_with_sliding_layers_is_not_decoded_as_if_it_had_none(tmp_path: Path) -> None:
+    shutil.copytree(VECTORS / "drafter", tmp_path / "drafter")
+    document = json.loads((tmp_path / "drafter" / "config.json").read_text())
+    document |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
+    (tmp_path / "drafter" / "config.json").write_text(json.dumps(document))
+    with pytest.raises(DflashError, match=r"sliding layers \(window 9\).*--store"):
+        run(tmp_path, [{"input_ids": [1, 2, 3]}], drafter=str(tmp_path / "drafter"))
 
 
 def test_a_drafter_without_its_mask_token_is_refused(tmp_path: Path) -> None:
