@@ -284,10 +284,16 @@ class _Decoder:
         rows = torch.arange(len(positions_RB), device=positions_RB.device)
         embed, factor = self.target.embed_VH, self.target.spec.embed_factor
         hidden = embed_blocks(embed, factor, self.anchors, config.mask_token_id, config.block_size)
-        mask = (torch.arange(end, device=rows.device) < self.lengths[:, None] + config.block_size)[:, None, None]
-        for number, layer in enumerate(drafter.all_layers()):
+        seen, own = torch.arange(end, device=rows.device), positions_RB[..., None]
+        masks = {None: (seen < self.lengths[:, None] + config.block_size)[:, None, None]}
+        if (width := config.sliding_window) is not None:  # causal and near, as in training (dflash/attention.py)
+            masks[width] = ((seen <= own) & (seen > own - width))[:, None]
+        for number, (layer, window) in enumerate(zip(drafter.all_layers(), config.windows, strict=True)):
 
-            def attend(q: Tensor, _k: Tensor, _v: Tensor, keys: Tensor, values: Tensor, number: int = number) -> Tensor:
+            def attend(
+                q: Tensor, _k: Tensor, _v: Tensor, keys: Tensor, values: Tensor,
+                number: int = number, mask: Tensor = masks[window],
+            ) -> Tensor:  # fmt: skip
                 cache.write(number, rows, positions_RB, keys, values)
                 k, v = (part[number][:, :end].transpose(1, 2) for part in (cache.keys, cache.values))
                 return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, mask, enable_gqa=True).transpose(1, 2)
