@@ -114,7 +114,7 @@ Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
 def _slots(slots: Iterable[Mapping[str, Any]] | None) -> Table:
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (str(each["slot"]), percent(each.get("acceptance")), percent(each.get("conditional"))) for each in slots or ()
     ]
     return ("slot", "accepted", "if all before"), rows
@@ -123,13 +123,15 @@ def _slots(slots: Iterable[Mapping[str, Any]] | None) -> Table:
 def _histogram(bins: Iterable[Mapping[str, Any]] | None) -> Table:
     bins = list(bins or ())
     top = max((each["share"] for each in bins), default=0) or 1
-    rows = [(str(each["length"]), percent(each["share"]), "█" * round(BAR * each["share"] / top)) for each in bins]
+    rows: list[tuple[str, ...]] = [
+        (str(each["length"]), percent(each["share"]), "█" * round(BAR * each["share"] / top)) for each in bins
+    ]
     return ("tokens", "cycles", ""), rows
 
 
 def _categories(found: Iterable[Mapping[str, Any]] | None) -> Table:
     parts = [each for each in found or () if each.get("pooled") is not None]
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (_short(each["category"]), f"{each['pooled']:.2f}", _between(each.get("pooled_ci")).strip(" ()"))
         for each in parts[:MOST_CATEGORIES]
     ]
@@ -140,7 +142,9 @@ def _categories(found: Iterable[Mapping[str, Any]] | None) -> Table:
 
 def _contexts(found: Iterable[Mapping[str, Any]] | None) -> Table:
     parts = list(found or ())
-    rows = [(f"{each['from']:,} to {each['to']:,}", f"{each['pooled']:.2f}", number(each["cycles"])) for each in parts]
+    rows: list[tuple[str, ...]] = [
+        (f"{each['from']:,} to {each['to']:,}", f"{each['pooled']:.2f}", number(each["cycles"])) for each in parts
+    ]
     return ("tokens before", "pooled", "cycles"), rows if len(parts) > 1 else []
 
 
@@ -150,7 +154,7 @@ def _comparison(result: Result) -> str:
     if not other:
         return ""
     difference = other.get("difference") or {}
-    rows = [("this one", *_row(result)), (_short(str(other.get("drafter")), 24), *_row(other))]
+    rows: list[tuple[str, ...]] = [("this one", *_row(result)), (_short(str(other.get("drafter")), 24), *_row(other))]
     gaps = [
         f"{gap} {key}"
         for key in ("pooled", "macro")
