@@ -56,14 +56,13 @@ test: $(INSTALLED)
 test-gpu: $(INSTALLED)
 	$(PYTHON) -m pytest -m gpu $(ARGS)
 
-# The tests over and over, hypothesis with a new seed each time.
-SOAK_MINUTES ?= 30
+# Extractions killed at random instants, KILLS of them over several writers and kinds of stores; then the store's fuzz
+# tests at length. About 15 minutes on two cores.
+KILLS ?= 200
+FUZZ_EXAMPLES ?= 200
 soak: $(INSTALLED)
-	end=$$((SECONDS + 60 * $(SOAK_MINUTES))); round=0; \
-	while ((SECONDS < end)); do \
-		round=$$((round + 1)); echo "soak: round $$round"; \
-		$(PYTHON) -m pytest -q -x --hypothesis-seed=$$RANDOM $(ARGS); \
-	done
+	$(PYTHON) tests/soak.py --kills $(KILLS) $(ARGS)
+	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(PYTHON) -m pytest -q --hypothesis-seed=random tests/test_store_fuzz.py
 
 bench: $(INSTALLED)
 	shopt -s nullglob; for file in bench/*.py; do echo "== $$file"; $(PYTHON) "$$file"; done

@@ -72,7 +72,7 @@ def mutate(data: st.DataObject, value: Any) -> Any:
     value = copy.deepcopy(value)
     for _ in range(data.draw(st.integers(1, 3), label="mutations")):
         path = data.draw(st.sampled_from(list(places(value))), label="where")
-        new = data.draw(values, label="what")
+        new = copy.deepcopy(data.draw(values, label="what"))
         if not path:
             if data.draw(st.integers(0, 20)) == 0:
                 return new
