@@ -285,7 +285,7 @@ class _Decoder:
         embed, factor = self.target.embed_VH, self.target.spec.embed_factor
         hidden = embed_blocks(embed, factor, self.anchors, config.mask_token_id, config.block_size)
         seen, own = torch.arange(end, device=rows.device), positions_RB[..., None]
-        masks = {None: (seen < self.lengths[:, None] + config.block_size)[:, None, None]}
+        masks: dict[int | None, Tensor] = {None: (seen < self.lengths[:, None] + config.block_size)[:, None, None]}
         if (width := config.sliding_window) is not None:  # causal and near, as in training (dflash/attention.py)
             masks[width] = ((seen <= own) & (seen > own - width))[:, None]
         for number, (layer, window) in enumerate(zip(drafter.all_layers(), config.windows, strict=True)):

@@ -150,7 +150,7 @@ def read_row(store: Store, bucket: str, row: int, model: Drafting) -> Row:
     return Row(row_states(arrays, model.embed_VH.dtype, device, model.tap_rms), ids, labels, turns)
 
 
-def accepted_drafts(model: Drafting, rows: Sequence[Row]) -> Tensor:
+def accepted_drafts(model: Drafting, rows: Sequence[Row], chunk_logits: int | None = None) -> Tensor:
     """a(p) for the anchors of all rows, one behind the other, ignoring where answers end. int64, on the device."""
     config, device = model.drafter.config, model.embed_VH.device
     starts = np.cumsum([0, *(len(row.ids_L) for row in rows)])
@@ -163,7 +163,9 @@ def accepted_drafts(model: Drafting, rows: Sequence[Row]) -> Tensor:
     positions_S = torch.cat([torch.arange(len(row.ids_L), device=device) for row in rows])
     context_kv = model.drafter.context_keys_values(taps_SF, model.rope(positions_S))
     slots = torch.arange(config.block_size, device=device)
-    chunk = max(1, CHUNK_LOGITS[device.type] // 4 // (config.block_size * model.head.weight_VH.shape[0]))
+    chunk = max(
+        1, (chunk_logits or CHUNK_LOGITS[device.type]) // 4 // (config.block_size * model.head.weight_VH.shape[0])
+    )
     results = [torch.zeros(0, dtype=torch.int64, device=device)]
     for first in range(0, len(positions), chunk):
         part = slice(first, first + chunk)
@@ -205,12 +207,13 @@ def simulate(
     model: Drafting,
     rows: Sequence[tuple[str, int]],
     advance: Callable[[int], None] = lambda n: None,
+    chunk_logits: int | None = None,
 ) -> list[list[Walk]]:
-    """For each of `rows` the walks of its supervised turns."""
+    """For each of `rows` the walks of its supervised turns; `chunk_logits`: fewer at once, where memory is short."""
     found: list[tuple[list[Turns], Tensor]] = []
     width = len(model.drafter.config.taps) * model.embed_VH.shape[1] * model.embed_VH.element_size()
     for part in _read_ahead(store, model, _forwards(store, rows, min(MOST_TOKENS, STATE_BYTES // width))):
-        found.append(([row.turns for row in part], accepted_drafts(model, part)))
+        found.append(([row.turns for row in part], accepted_drafts(model, part, chunk_logits)))
         advance(len(part))
     slots = model.drafter.config.block_size - 1
     return [walks for turns, accepted in found for walks in _walks(turns, accepted.tolist(), slots)]

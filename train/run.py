@@ -32,6 +32,7 @@ from dflash.train.step import Batch
 from dflash.train.validate import held_out_rows, validate
 
 METRICS_LAG = 4  # steps between an update and the reading of its figures
+ADVICE_AT = (20, 200)  # steps of this loop after which it says whether the other reader would be faster
 
 
 def train(config: TrainConfig) -> dict[str, Any]:
@@ -65,6 +66,7 @@ def make_runner(setup: Setup) -> Runner:
         capture=graph != "off",
         budget=graph == "budget",
         economy=setup.economy,
+        measure=setup.config.dry_run,
     )
 
 
@@ -131,6 +133,7 @@ class Trainer:
                     )
                 tokens += self._one_step(batches, reader)
                 self._look(stop)
+                self._advise(reader, self.place.step - first, time.perf_counter() - began - self.looked)
                 advance(1)
         self._settle()
         seconds = time.perf_counter() - began
@@ -138,6 +141,15 @@ class Trainer:
         self.runner.close()
         loop = {"seconds": seconds - self.looked, "waited": reader.waited, "graphs": graphs}
         return self._summary(tokens, seconds, loop, self.place.step - first)
+
+    def _advise(self, reader: Reader, done: int, seconds: float) -> None:
+        """Say, now and then, when the loop waits for data and the other --io would be faster."""
+        if done in ADVICE_AT and self.ranks.first and self.place.step < self.plan.steps:
+            start = time.perf_counter()
+            micro = self.plan.order.micro(self.plan.steps * self.plan.micros_per_step - 1)
+            if (advice := reader.advice(reader.waited / seconds, micro)) is not None:
+                say(advice)
+            self.looked += time.perf_counter() - start
 
     def _micros(self) -> Iterator[Micro]:
         """This rank's micro-steps from here to the end."""
@@ -215,7 +227,7 @@ class Trainer:
             return
         setup, place = self.setup, self.place
         with setup.parts.optimiser.averaged():
-            tally = validate(setup.store, setup.parts.model, self.held_out)
+            tally = validate(setup.store, setup.parts.model, self.held_out, setup.economy.chunk)
         length = tally.acceptance_length()
         place.validation = {"step": place.step, "acceptance_length": length, "per_slot": tally.per_slot()}
         self.metrics.write({"step": place.step, "validation": place.validation})

@@ -9,11 +9,11 @@ from dflash.train.step import Model
 __all__ = ["held_out_rows", "validate"]
 
 
-def validate(store: Store, model: Model, rows: Sequence[tuple[str, int]]) -> Tally:
+def validate(store: Store, model: Model, rows: Sequence[tuple[str, int]], chunk_logits: int | None = None) -> Tally:
     """Walk every supervised turn of `rows` as a server would (dflash/simulate.py)."""
     tally = Tally(model.drafter.config.block_size - 1)
     model.drafter.eval()
-    for walks in simulate(store, model, rows):
+    for walks in simulate(store, model, rows, chunk_logits=chunk_logits):
         for walk in walks:
             tally.add(walk.lengths, walk.drafted, walk.accepted)
     model.drafter.train()
