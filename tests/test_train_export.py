@@ -234,6 +234,17 @@ def test_the_card_says_what_serving_and_judging_need(run: Path, tmp_path: Path) 
     assert max(map(len, card.splitlines()[:30])) < 400
 
 
+def test_sliding_and_full_layers_go_where_a_layout_can_say_them(run: Path, tmp_path: Path) -> None:
+    store = run.parent / "store"
+    train(train_config(store, tmp_path / "run", steps=1, num_layers=2, sliding_window=8))
+    export(ExportConfig(source=str(tmp_path / "run"), out=str(tmp_path / "out")))
+    assert read_config(tmp_path / "out")[0].layer_types == ("sliding_attention", "full_attention")
+    assert "V2 model runner" in (tmp_path / "out" / "README.md").read_text()
+    with pytest.raises(DflashError, match="full and sliding layers together"):
+        export(ExportConfig(source=str(tmp_path / "run"), out=str(tmp_path / "two"), layout="speculators"))
+    assert not (tmp_path / "two").exists()
+
+
 def test_a_checkpoint_between_validations_claims_no_acceptance(run: Path, tmp_path: Path) -> None:
     result = export(ExportConfig(source=str(run / "checkpoints" / "step-000003"), out=str(tmp_path / "out")))
     assert (result["step"], result["why"], result["acceptance_length"]) == (3, "it was named", None)

@@ -134,6 +134,8 @@ def _serving(origin: Origin, shape: DrafterConfig, layout: str) -> list[str]:
         )
     if layout == "speculators":
         notes.append("SGLang loads the z-lab layout only: export with `--layout z-lab` for it.")
+    if len(set(shape.windows)) > 1:
+        notes.append("Full and sliding layers together: vLLM needs its V2 model runner for them.")
     if shape.num_target_layers - 1 in shape.taps:
         notes.append(
             "The last layer is tapped before the final norm, as vLLM and SGLang read it; z-lab's own class would read "
