@@ -2,18 +2,24 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 import zarr
+from click.testing import CliRunner
 from helpers_store import fill_shard, make_store, random_row
 
+from dflash.cli import cli
 from dflash.errors import DflashError
 from dflash.files import allocated_bytes
-from dflash.store import ShardWriter, Store, inspect, read_calib
+from dflash.store import ShardWriter, Store, inspect, pack, read_calib, verify
+
+inspect_module = sys.modules["dflash.store.inspect"]  # dflash.store.inspect is the function
 
 
 def shard_of(root: Path, name: str = "b0096/s000000") -> Path:
@@ -205,3 +211,169 @@ def test_it_works_without_torch_from_inside_the_folder(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert Store.open(store.root).missing() == []
+
+
+# --- figures over a whole store
+
+
+def test_a_store_shows_what_its_shards_show_over_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every row in the sample, taps, labels and anchors are those of the shards taken together."""
+    monkeypatch.setattr(inspect_module, "SAMPLE_ROWS", 1000)
+    store = make_store(tmp_path / "s", documents=20)
+    view = inspect(store.root)
+    sample, rows = view["sample"], sum(bucket.rows for bucket in store.buckets)
+    assert (sample["rows"], sample["shards"], sample["of_shards"]) == (rows, len(store.shards()), len(store.shards()))
+    shards = [inspect(shard_of(store.root, f"{name}/s{number:06d}")) for name, number in store.shards()]
+    assert view["anchors"] == sum(shard["anchors"] for shard in shards)
+    labelled = sum(shard["labels"]["labelled"] for shard in shards)
+    agreeing = sum(shard["labels"]["agreement"] * shard["labels"]["labelled"] for shard in shards)
+    assert sample["labels"]["labelled"] == labelled
+    assert sample["labels"]["agreement"] == pytest.approx(agreeing / labelled)
+    for t, tap in enumerate(sample["taps"]):
+        of_shards = [shard["taps"][t] for shard in shards]
+        weights = [shard["padding"]["tokens"] for shard in shards]
+        assert tap["rms"] ** 2 == pytest.approx(np.average([s["rms"] ** 2 for s in of_shards], weights=weights))
+        assert tap["rms_min"] == min(s["rms_min"] for s in of_shards)
+        assert tap["rms_max"] == max(s["rms_max"] for s in of_shards)
+    assert {name: about["dtype"] for name, about in sample["arrays"].items()} == {
+        name: about["dtype"] for name, about in shards[0]["arrays"].items()
+    }
+    assert view["sources"] == [{"file": "data.jsonl", "rows": 26, "first_line": 1, "last_line": 26}]
+    assert sample["checksums"]["ok"]
+
+
+def test_a_sample_stays_small_and_takes_from_every_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store(tmp_path / "s", documents=60)
+    monkeypatch.setattr(inspect_module, "SAMPLE_ROWS", 8)
+    view = inspect(store.root)["sample"]
+    assert view["rows"] == 8
+    monkeypatch.setattr(inspect_module, "SAMPLE_BYTES", 1)
+    assert inspect(store.root)["sample"]["rows"] == 1
+
+
+def test_damage_in_the_sample_is_named_and_the_rest_is_shown(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "s", documents=10)
+    with (shard_of(store.root) / "hidden/c.0.0.0").open("r+b") as file:
+        file.seek(40)
+        file.write(b"\xff\xff")
+    sample = inspect(store.root)["sample"]
+    assert [p["shard"] for p in sample["checksums"]["problems"]] == ["b0096/s000000"]
+    assert sample["taps"][0]["rms"] == pytest.approx(1, abs=0.1)
+
+
+def test_a_store_without_shards_has_a_view(tmp_path: Path) -> None:
+    view = inspect(make_store(tmp_path / "s", documents=10, fill=False).root)
+    assert (view["sample"]["rows"], view["sample"]["taps"]) == (0, [])
+
+
+def test_what_int8_lost_is_that_of_the_shards_manifests(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "s", documents=8, buckets=(96,), storage="int8", fill=False, held_out=0)
+    for number, sums in enumerate(([1.0, 4.0, 0.0], [3.0, 5.0, 0.0])):
+        writer = ShardWriter(store, "b0096", number, 0)
+        rows = store.bucket("b0096").rows_of(number)
+        drawn = [random_row(store, "b0096", row) for row in rows]
+        writer.write(0, store.plan.rows["b0096"].length[rows.start : rows.stop], {
+            name: np.stack([row[name] for row in drawn]) for name in drawn[0]
+        })  # fmt: skip
+        writer.commit([], "cpu", quantisation={"squared_error": sums, "squares": [100.0, 100.0, 0.0]})
+    of_shard = [tap["int8_error"] for tap in inspect(shard_of(store.root))["taps"]]
+    assert of_shard == pytest.approx([0.1, 0.2, 0.0])
+    of_store = [tap["int8_error"] for tap in inspect(store.root)["sample"]["taps"]]
+    assert of_store == pytest.approx([(4 / 200) ** 0.5, (9 / 200) ** 0.5, 0.0])
+    assert verify(store.root)["ok"]
+
+
+def test_sums_of_the_wrong_number_of_taps_are_refused(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "s", documents=8, buckets=(96,), storage="int8", fill=False)
+    writer = ShardWriter(store, "b0096", 0, 0)
+    drawn = [random_row(store, "b0096", row) for row in range(4)]
+    writer.write(0, store.plan.rows["b0096"].length[:4], {n: np.stack([row[n] for row in drawn]) for n in drawn[0]})
+    writer.commit([], "cpu", quantisation={"squared_error": [1.0], "squares": [1.0]})
+    with pytest.raises(DflashError, match="one sum per tap"):
+        inspect(shard_of(store.root))
+
+
+# --- the screen
+
+
+def screen_of(path: Path, *flags: str) -> str:
+    result = CliRunner().invoke(cli, ["inspect-shard", str(path), *flags], color=True)
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize(("storage", "labels"), [("bf16", "argmax"), ("int8", "topk:16"), ("lz4", "last-hidden")])
+def test_screens_fit_80_columns_whatever_the_names_and_sizes(tmp_path: Path, storage: str, labels: str) -> None:
+    store = make_store(tmp_path / "s", storage=storage, labels=labels, documents=60, buckets=(64, 96, 5000))
+    store.plan.__dict__["files"] = ("/very/long/" + "path/" * 20 + "conversations.jsonl",)
+    for path in (store.root, shard_of(store.root), shard_of(store.root, "b5000/s000002")):
+        text = click.unstyle(screen_of(path))
+        lines = [line for line in text.splitlines() if str(store.root) not in line]
+        assert max(map(len, lines)) <= 80, text
+
+
+def test_the_screen_of_a_store_has_a_histogram_for_every_bucket(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "s", documents=60)
+    text = screen_of(store.root)
+    for bucket in inspect(store.root)["buckets"]:
+        top = max(bucket["lengths"], key=lambda bar: bar["rows"])
+        (line,) = re.findall(rf"  {bucket['name']}  ([ ▁-█]{{10}})  at most {top['rows']} rows", text)
+        assert [c == " " for c in line] == [bar["rows"] == 0 for bar in bucket["lengths"]]
+        assert line[bucket["lengths"].index(top)] == "█"
+
+
+def test_faulty_taps_are_red_and_sound_ones_are_not(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "s", documents=8, buckets=(96,), taps=(1, 2, 3, 4, 5), fill=False)
+    drawn = [random_row(store, "b0096", row) for row in range(4)]
+    for row in drawn:
+        row["hidden"][:, 64:128] = 0  # tap 2
+        row["hidden"][:, 128:192] = row["hidden"][:, :64]  # tap 3 is tap 1
+    drawn[1]["hidden"][2, 192] = 0x7F80  # tap 4: inf
+    writer = ShardWriter(store, "b0096", 0, 0)
+    writer.write(0, store.plan.rows["b0096"].length[:4], {n: np.stack([row[n] for row in drawn]) for n in drawn[0]})
+    writer.commit([], "cpu")
+    lines = screen_of(shard_of(store.root)).splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("  tap")) + 1
+    red = [line.startswith("\x1b[31m") for line in lines[first : first + 5]]
+    assert red == [False, True, True, True, False]
+    for line, words in zip(lines[first + 1 :], ("all zero", "repeats 1", "non-finite"), strict=False):
+        assert words in line
+
+
+def test_the_text_of_a_row_is_shown_with_its_supervised_part_in_colour(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "s", documents=10)
+    text = screen_of(shard_of(store.root), "--row", "2", "--text")
+    runs = inspect(shard_of(store.root), row=2, text=True)["documents"][0]["text"]
+    assert len(runs) >= 2
+    assert text.count("\x1b[32m«") == sum(run["supervised"] for run in runs)
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"], ["--row", "1", "--text"], ["--verify"]])
+def test_the_command_works_where_torch_and_the_target_are_not(tmp_path: Path, flags: list[str]) -> None:
+    """torch and transformers cannot be imported, and the target was never on this machine."""
+    store = make_store(tmp_path / "s", documents=10)
+    shown = [shard_of(store.root)] if "--row" in flags else [shard_of(store.root), store.root]
+    code = (
+        "import sys\nsys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "from dflash.cli import cli\ncli(['inspect-shard', *sys.argv[1:]])"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    for path in shown:
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(path), *flags],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout) if "--json" in flags else "tap" in done.stdout
+
+
+def test_a_packed_shard_is_shown_like_its_source(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "s", documents=10)
+    pack(store.root, tmp_path / "p")
+    one, other = inspect(shard_of(store.root), verify=True), inspect(shard_of(tmp_path / "p"), verify=True)
+    for name in ("documents", "taps", "padding", "labels", "anchors"):
+        assert one[name] == other[name]
+    assert other["checksums"]["ok"]

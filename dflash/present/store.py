@@ -1,5 +1,6 @@
 """Screens of the commands that look at a store or copy it: inspect-shard, verify, pack."""
 
+import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -8,6 +9,7 @@ import click
 from dflash.present.parts import Result, number, percent, screen, seconds, size, table
 
 MOST_ROWS = 12  # of a table, so that a screen stays one screen; --json has all
+BARS = " ▁▂▃▄▅▆▇█"
 
 
 def inspect_shard(result: Result, config: Any) -> str:
@@ -22,64 +24,134 @@ def _shard(result: Result, config: Any) -> str:
     ]
     documents = result.get("documents") or ()
     rows = [
-        (each["row"], each["length"], each.get("supervised", ""), _short_source(each.get("source")))
+        (
+            each["row"],
+            each["length"],
+            each.get("supervised", ""),
+            each.get("anchors", ""),
+            _short_source(each.get("source"), 40),
+        )
         for each in documents[:MOST_ROWS]
     ]
     more = f"  and {len(documents) - MOST_ROWS:,} more (--row shows one)" if len(documents) > MOST_ROWS else ""
     return screen(
         f"Shard {result.get('shard', config.shard)} of {result.get('store', 'a store')}",
         [
-            ("bucket", result.get("bucket")),
+            ("bucket", _bucket(result)),
             ("rows", number(result.get("rows"))),
-            ("tokens", number(padding.get("tokens"))),
-            ("padding", percent(padding.get("share"))),
+            ("tokens, padding", _padding(padding)),
+            ("anchors available", number(result.get("anchors"))),
             ("labels = data", percent(labels.get("agreement"))),
             ("checksums", _checksums(result.get("checksums"))),
-            ("not finite", ", ".join(str(each.get("source")) for each in result.get("bad") or ())),
+            *(("not finite", _short_source(f"{each.get('source')}, tap {each.get('tap')}", 58))
+              for each in (result.get("bad") or ())[:3]),
         ],
         [
             table(("array", "dtype", "shape", "on disk"), arrays),
-            table(("tap", "rms", "non-finite", "zero rows"), _taps(result)),
-            "\n".join(part for part in (table(("row", "tokens", "supervised", "source"), rows), more) if part),
+            _taps(result.get("taps")),
+            "\n".join(
+                part for part in (table(("row", "tokens", "supervised", "anchors", "source"), rows), more) if part
+            ),
             _problems((result.get("checksums") or {}).get("problems")),
             *(_text(each) for each in documents),
         ],
-    )
+    )  # fmt: skip
 
 
-def _taps(result: Result) -> list[tuple[Any, ...]]:
-    return [
-        (each["layer"], f"{each['rms']:.4g}", each["nonfinite"], each["zero_rows"]) for each in result.get("taps") or ()
-    ]
+def _bucket(result: Result) -> str:
+    ceiling = f", ceiling {result['ceiling']:,}" if result.get("ceiling") else ""
+    return f"{result['bucket']}{ceiling}{', held out' * bool(result.get('held_out'))}" if result.get("bucket") else ""
+
+
+def _padding(about: Result) -> str:
+    return f"{number(about['tokens'])} tokens, {percent(about['share'])} padding" if about.get("tokens") else ""
+
+
+def _taps(taps: Iterable[Mapping[str, Any]] | None) -> str:
+    """Size of each tap and its spread over documents; a tap that nothing can be learned from stands out in red."""
+    taps = list(taps or ())
+    int8 = any("int8_error" in tap for tap in taps)
+    head = ("tap", "rms", "least", "most", "non-finite", "zero rows", *(("int8 error",) if int8 else ()), "")
+    rows, marks = [], []
+    for tap in taps:
+        marks.append(_fault(tap))
+        figures = (f"{tap[name]:.4g}" if tap.get(name) is not None else "" for name in ("rms", "rms_min", "rms_max"))
+        error = (f"{tap.get('int8_error', 0):.2%}",) if int8 else ()
+        rows.append((tap["layer"], *figures, tap["nonfinite"], tap["zero_rows"], *error, marks[-1]))
+    top, *lines = table(head, rows).splitlines() or [""]
+    shown = [click.style(line, fg="red", bold=True) if mark else line for line, mark in zip(lines, marks, strict=True)]
+    return "\n".join([top, *shown]) if rows else ""
+
+
+def _fault(tap: Mapping[str, Any]) -> str:
+    """What is wrong with a tap, in two words."""
+    if tap.get("repeats") is not None:
+        return f"repeats {tap['repeats']}"
+    if tap.get("rms") == 0:
+        return "all zero"
+    return "non-finite" if tap["nonfinite"] else "zero rows" if tap["zero_rows"] else ""
 
 
 def _store(result: Result, config: Any) -> str:
-    missing = result.get("missing") or ()
+    missing, sample = result.get("missing") or (), result.get("sample") or {}
     buckets = [
         (each["name"], number(each["rows"]), f"{each['shards']:,} of {each['of_shards']:,}", number(each["tokens"]),
          percent(each["padding"]), size(each["bytes"]))
         for each in result.get("buckets") or ()
     ]  # fmt: skip
+    lengths = [line for each in result.get("buckets") or () if (line := _histogram(each))]
+    checksums = result.get("checksums") or sample.get("checksums") or {}
+    looked = (
+        f"  over {sample['rows']:,} rows of {sample['shards']:,} of {sample['of_shards']:,} shards" if sample else ""
+    )
+    taps = _taps(sample.get("taps"))
     return screen(
         f"Store {result.get('store', config.shard)}",
         [
-            ("target", result.get("target")),
-            ("taps", ", ".join(map(str, result.get("taps") or ()))),
+            ("target", _short_source(result.get("target"), 58)),
+            ("taps", "" if taps else ", ".join(map(str, result.get("taps") or ()))),
             ("storage, labels", ", ".join(filter(None, (result.get("storage"), result.get("labels"))))),
+            *_arrays_of_store(sample.get("arrays") or {}),
             ("documents", number(result.get("documents"))),
+            *(("from", f"{_short_source(each['file'], 30)}, lines {each['first_line']:,} to {each['last_line']:,}")
+              for each in (result.get("sources") or ())[:3]),
             ("tokens", number(result.get("tokens"))),
             ("supervised", number(result.get("supervised_tokens"))),
+            ("anchors available", number(result.get("anchors"))),
+            ("labels = data", percent((sample.get("labels") or {}).get("agreement"))),
             ("on disk", size(result.get("bytes"))),
             ("shards", number(result.get("shards")) + (f", {len(missing):,} missing" if missing else "")),
             ("not finite", number(len(result.get("bad") or ())) if result.get("bad") else ""),
-            ("checksums", _checksums(result.get("checksums"))),
+            ("checksums", _checksums(checksums)),
         ],
         [
             table(("bucket", "rows", "shards", "tokens", "padding", "on disk"), buckets),
-            _problems((result.get("checksums") or {}).get("problems")),
+            "\n".join(["  Lengths, up to the ceiling of each bucket:", *lengths]) if lengths else "",
+            f"{taps}\n{looked}" if taps else "",
+            _problems(checksums.get("problems")),
         ],
         "" if missing else f"dflash train --store {result.get('store', config.shard)} --run runs/first",
-    )
+    )  # fmt: skip
+
+
+def _arrays_of_store(arrays: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Names, types and values per token of the arrays, a few a line."""
+    words = [
+        f"{name} {each['dtype']}" + "".join(f" x{n:,}" for n in each["shape"][2:]) for name, each in arrays.items()
+    ]
+    lines = textwrap.wrap(", ".join(words), 57, break_long_words=False)
+    return [("arrays, a token" if i == 0 else "", line) for i, line in enumerate(lines)]
+
+
+def _histogram(bucket: Mapping[str, Any]) -> str:
+    """One line of bars, from the shortest documents that the bucket could hold to the longest."""
+    bars = bucket.get("lengths") or ()
+    most = max((bar["rows"] for bar in bars), default=0)
+    if not most:
+        return ""
+    shown = "".join(BARS[-(-bar["rows"] * (len(BARS) - 1) // most)] for bar in bars)
+    top = max(bars, key=lambda bar: bar["rows"])
+    return f"  {bucket['name']:<6} {shown}  at most {top['rows']:,} rows, of {top['from']:,} to {top['to']:,} tokens"
 
 
 def _short_source(source: str | None, most: int = 44) -> str:
