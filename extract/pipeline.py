@@ -2,7 +2,9 @@
 
 On a GPU: hooks fill one of two device stages, a copy stream moves it to a pinned buffer, a writer thread waits for
 that copy and writes. On a CPU the hooks write into the buffer itself. Buffers go round; when none is free the target
-waits, and that time is what `gpu_wait` reports. A shard is committed by the thread that writes its last batch.
+waits, and that time is what `gpu_wait` reports. All writer threads share a batch, some rows each, so that a buffer is
+soon free and little is left to write when the last forward is done. A shard is committed by the thread that writes
+its last rows.
 """
 
 import queue
@@ -11,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,53 +21,16 @@ import torch
 
 from dflash.errors import DflashError
 from dflash.extract.batches import Batch, batches_of, largest_batch, source_of
+from dflash.extract.pending import OpenShard, Written
 from dflash.extract.states import Extractor, Layout, Stage, fill_inputs
 from dflash.extract.totals import Totals
-from dflash.store import ShardWriter, Store
+from dflash.store import Store
+from dflash.store.shard import ShardGivenUp
 
 BUFFERS = {"cpu": 3, "cuda": 4}
 WRITERS = {"cpu": 2, "cuda": 4}
 SWITCH_SECONDS = 2e-4  # Python's own 5 ms would let a writer thread keep the one that launches kernels waiting
 ALL_BAD_LIMIT = 16  # so many bad documents, and more bad than good: something is wrong with the target itself
-
-
-class OpenShard:
-    """A shard in the making: its writer, and how many of its rows are still to come."""
-
-    def __init__(self, store: Store, shard: tuple[str, int], worker: int) -> None:
-        self.writer = ShardWriter(store, shard[0], shard[1], worker)
-        self.left = len(store.bucket(shard[0]).rows_of(shard[1]))
-        self.bad: list[dict[str, Any]] = []
-        self.lost = np.zeros((self.left, len(store.meta.taps), 2))  # per row and tap, of int8: see `lost_to_int8`
-        self.committed = False
-        self.lock = threading.Lock()
-
-    def done(self, rows: int, bad: list[dict[str, Any]]) -> bool:
-        """Note written rows; true for the caller that wrote the last ones."""
-        with self.lock:
-            self.left -= rows
-            self.bad += bad
-            return self.left == 0
-
-    def quantisation(self) -> dict[str, list[float]] | None:
-        """What int8 lost per tap; summed in the order of rows, so that a shard made again says the same."""
-        if self.writer.store.meta.storage != "int8":
-            return None
-        error, squares = self.lost.sum(axis=0).T.tolist()
-        return {"squared_error": error, "squares": squares}
-
-
-@dataclass
-class Written:
-    """What travels to a writer thread with its buffer."""
-
-    batch: Batch
-    shard: OpenShard
-    buffer: Stage
-    ready: Any = None  # CUDA event: the copy into the buffer is done
-    started: Any = None
-    ended: Any = None
-    previous_end: Any = None
 
 
 class Pipeline:
@@ -85,7 +50,7 @@ class Pipeline:
         self.on_progress: Callable[[int], None] = lambda tokens: None
         self.cuda = device.type == "cuda"
         self._free: queue.Queue[Stage] = queue.Queue()
-        self._work: queue.Queue[Written | None] = queue.Queue()
+        self._work: queue.Queue[tuple[Written, range] | None] = queue.Queue()
         self._error: BaseException | None = None
         self._open: list[OpenShard] = []
         self._previous_end: Any = None
@@ -155,7 +120,14 @@ class Pipeline:
             self._run_on_gpu(written)
         else:
             self.extractor.run(buffer)
-        self._work.put(written)
+        self._hand_over(written)
+
+    def _hand_over(self, written: Written) -> None:
+        rows = len(written.batch.documents)
+        written.parts = min(rows, len(self._threads))
+        borders = [rows * i // written.parts for i in range(written.parts + 1)]
+        for start, stop in pairwise(borders):
+            self._work.put((written, range(start, stop)))
 
     def _run_on_gpu(self, written: Written) -> None:
         """Queue copies and forward without waiting for any of them."""
@@ -199,18 +171,28 @@ class Pipeline:
             raise self._error
 
     def _write_for_ever(self) -> None:
-        while (written := self._work.get()) is not None:
+        while (work := self._work.get()) is not None:
+            written, rows = work
             try:
                 try:
-                    complete = self._error is None and self._write(written)
+                    complete = self._error is None and self._write(written, rows)
                 finally:
-                    self._free.put(written.buffer)
+                    self._give_back(written)
                 if complete:  # the disk may take its time over it, and the buffer is of use meanwhile
                     self._commit(written.shard)
-            except BaseException as error:  # kept for the main thread, which raises it
-                self._error = error
+            except ShardGivenUp:
+                pass  # the thread that could not write says why
+            except BaseException as error:  # the first is kept for the main thread, which raises it
+                self._error = self._error or error
             finally:
                 self._work.task_done()
+
+    def _give_back(self, written: Written) -> None:
+        with self.totals.lock:
+            written.parts -= 1
+            last = not written.parts
+        if last:
+            self._free.put(written.buffer)
 
     @contextmanager
     def _at_work(self) -> "Iterator[None]":
@@ -229,54 +211,58 @@ class Pipeline:
                 self.totals.writing += end - start
                 self._idle_since = end
 
-    def _write(self, written: Written) -> bool:
-        """Write a batch; true when its shard has all its rows."""
+    def _write(self, written: Written, rows: range) -> bool:
+        """Write some rows of a batch; true when the shard has all of its own."""
         if written.ready is not None:
             written.ready.synchronize()
         batch, shard = written.batch, written.shard
+        documents = batch.documents[rows.start : rows.stop]
         with self._at_work():
-            bad = self._bad_rows(written)
-            lengths = np.array([len(self.store.documents[d][0]) for d in batch.documents], dtype=np.int32)
+            bad = self._bad_rows(written, rows)
+            lengths = np.array([len(self.store.documents[d][0]) for d in documents], dtype=np.int32)
             for each in bad:
-                lengths[each["row"] - batch.first] = 0
-            arrays = written.buffer.numpy()
-            supervised, agreeing = self._agreement(batch, lengths, arrays)
-            shard.writer.write(batch.first, lengths, arrays)
+                lengths[each["row"] - batch.first - rows.start] = 0
+            arrays = {name: array[rows.start : rows.stop] for name, array in written.buffer.numpy().items()}
+            supervised, agreeing = self._agreement(documents, lengths, arrays)
             if "scale" in arrays:
-                rows = slice(batch.first, batch.first + len(lengths))
-                shard.lost[rows] = np.where(lengths[:, None, None] > 0, written.buffer.lost.numpy(), 0)
+                lost = written.buffer.lost[rows.start : rows.stop].numpy()
+                place = slice(batch.first + rows.start, batch.first + rows.stop)
+                shard.lost[place] = np.where(lengths[:, None, None] > 0, lost, 0)
+            shard.writer.write(batch.first + rows.start, lengths, arrays)
         with self.totals.lock:
-            self._count(written, lengths, len(bad))
+            self._count(lengths, len(bad), written if not rows.start else None)
             self.totals.supervised += supervised
             self.totals.agreeing += agreeing
             self._refuse_bad(bad)
             self.on_progress(int(lengths.sum()))
-        return shard.done(len(batch.documents), bad)
+        return shard.done(len(documents), bad)
 
     def _commit(self, shard: OpenShard) -> None:
         with self._at_work():
             software = {"torch": torch.__version__, **transformers_version()}
-            shard.writer.commit(shard.bad, self.device_name, software, shard.quantisation())
+            bad = sorted(shard.bad, key=lambda each: each["row"])  # threads finish in any order
+            shard.writer.commit(bad, self.device_name, software, shard.quantisation())
         shard.committed = True
         with self.totals.lock:
             self.totals.shards += 1
 
-    def _count(self, written: Written, lengths: np.ndarray, bad: int) -> None:
+    def _count(self, lengths: np.ndarray, bad: int, first: Written | None) -> None:
         totals = self.totals
         totals.tokens += int(lengths.sum())
         totals.rows += len(lengths)
         totals.bad += bad
-        if written.previous_end is not None:
-            totals.idle += max(0.0, written.previous_end.elapsed_time(written.started)) / 1000
+        if first is not None and first.previous_end is not None:  # once a batch
+            totals.idle += max(0.0, first.previous_end.elapsed_time(first.started)) / 1000
 
-    def _bad_rows(self, written: Written) -> list[dict[str, Any]]:
+    def _bad_rows(self, written: Written, rows: range) -> list[dict[str, Any]]:
         """One entry a row, with the first tap that is not finite."""
         finite, batch = written.buffer.finite.numpy(), written.batch
         found = []
-        for row in np.flatnonzero(~finite.all(-1)):
-            tap = self.layout.checked[int(np.flatnonzero(~finite[row])[0])]
-            source = source_of(self.store, batch.shard, batch.first + int(row))
-            found.append({"row": batch.first + int(row), "source": source, "tap": tap})
+        for row in rows:
+            if not finite[row].all():
+                tap = self.layout.checked[int(np.flatnonzero(~finite[row])[0])]
+                source = source_of(self.store, batch.shard, batch.first + row)
+                found.append({"row": batch.first + row, "source": source, "tap": tap})
         return found
 
     def _refuse_bad(self, bad: list[dict[str, Any]]) -> None:
@@ -287,11 +273,13 @@ class Pipeline:
                 f"{bad[-1]['source']}, tap {bad[-1]['tap']}): try --dtype float32 or bfloat16, or raise --max-bad."
             )
 
-    def _agreement(self, batch: Batch, lengths: np.ndarray, arrays: dict[str, np.ndarray]) -> tuple[int, int]:
+    def _agreement(
+        self, documents: tuple[int, ...], lengths: np.ndarray, arrays: dict[str, np.ndarray]
+    ) -> tuple[int, int]:
         """Supervised tokens that have a label, and how many of them the target would have chosen itself."""
         supervised = agreeing = 0
         if "labels" in arrays:
-            for row, document in enumerate(batch.documents):
+            for row, document in enumerate(documents):
                 tokens, mask = self.store.documents[document]
                 counted = mask[1 : lengths[row]] == 1
                 supervised += int(counted.sum())

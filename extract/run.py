@@ -115,7 +115,7 @@ def open_or_create(job: Job) -> Store:
     if (job.root / "store.json").exists():
         store = Store.open(job.root)
         compare(job, store)
-        if job.worker == 0 and getattr(job.data, "show", 0):
+        if job.worker == 0 and job.data.show:
             say(f"--show prints documents while a store is made; `dflash inspect-shard {job.root} --text` shows these.")
         recover(store, job.worker)
         if store.missing():

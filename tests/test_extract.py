@@ -22,7 +22,7 @@ from dflash.data.config import DataConfig
 from dflash.data.prepare import prepare
 from dflash.data.sources import data_fingerprint
 from dflash.errors import DflashError, DiskFullError, Interrupted
-from dflash.extract import pipeline, states
+from dflash.extract import pending, pipeline, states
 from dflash.extract.config import ExtractConfig, parse_share, parse_size, parse_worker
 from dflash.extract.run import extract
 from dflash.store import Store
@@ -435,7 +435,7 @@ def killing(self, *args):
     global count
     count += 1
     write(self, *args)
-    if count == 4:
+    if count == 7:
         os.kill(os.getpid(), signal.SIGKILL)
 ShardWriter.write = killing
 """
@@ -561,13 +561,13 @@ def test_waiting_for_the_disk_is_reported(
 ) -> None:
     import time
 
-    write = pipeline.ShardWriter.write
+    write = pending.ShardWriter.write
 
-    def slow(self: pipeline.ShardWriter, *args: Any) -> None:
+    def slow(self: pending.ShardWriter, *args: Any) -> None:
         time.sleep(0.4)
         write(self, *args)
 
-    monkeypatch.setattr(pipeline.ShardWriter, "write", slow)
+    monkeypatch.setattr(pending.ShardWriter, "write", slow)
     result = run(tiny_target, data, tmp_path / "store", forward_tokens=24)
     assert result["limited_by"] == "disk"
     assert result["gpu_wait"] > 0.2
@@ -576,10 +576,10 @@ def test_waiting_for_the_disk_is_reported(
 def test_an_error_in_a_writer_reaches_the_user(
     tiny_target: Path, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(self: pipeline.ShardWriter, *args: Any) -> None:
+    def failing(self: pending.ShardWriter, *args: Any) -> None:
         raise DflashError("the writer's own reason")
 
-    monkeypatch.setattr(pipeline.ShardWriter, "write", failing)
+    monkeypatch.setattr(pending.ShardWriter, "write", failing)
     with pytest.raises(DflashError, match="the writer's own reason"):
         run(tiny_target, data, tmp_path / "store", forward_tokens=24)
 

@@ -19,7 +19,7 @@ from dflash.signals import Stop
 from dflash.store import Store, acquire_lock
 from dflash.store.verify import verify
 
-#: The command line with three rows a shard; worker DIES kills itself in its second shard, the others take their time.
+#: The command line with three rows a shard; worker DIES kills itself at its fifth write, the others take their time.
 SCRIPT = """
 import os, signal, sys, time
 import dflash.extract.forecast
@@ -29,7 +29,7 @@ write, count = ShardWriter.write, 0
 def writing(self, *args):
     global count
     count += 1
-    if os.environ.get("DIES") == str(self.worker) and count == 2:
+    if os.environ.get("DIES") == str(self.worker) and count == 5:
         os.kill(os.getpid(), signal.SIGKILL)
     if "DIES" in os.environ:
         time.sleep(0.2)

@@ -51,6 +51,10 @@ def pwrite_all(descriptor: int, content: Any, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
+class ShardGivenUp(DflashError):
+    """Another thread's write to the shard has failed; that thread's error is the one that matters."""
+
+
 class ArrayWriter:
     """One array's file in the making. `put` may be called from several threads for different rows."""
 
@@ -169,7 +173,7 @@ class ShardWriter:
         self._lock, self._writes, self._abandoned = threading.Lock(), 0, False
         for parts in ((TMP,), (SHARDS, bucket)):
             if has_symlink(store.root, parts):
-                raise DflashError(f"{'/'.join(parts)} in store {store.root} is a symlink; a store holds real folders.")
+                raise DflashError(f"{'/'.join(parts)} in store {store.root} is a symlink; put the real folder there.")
         with self._working():
             if self.folder.exists():
                 shutil.rmtree(self.folder)
@@ -273,7 +277,9 @@ class ShardWriter:
         """Around all that touches the files: an error abandons the shard, once the last thread has left."""
         with self._lock:
             if self._abandoned:
-                raise DflashError(f"Shard {shard_text(self.shard)} of store {self.store.root} was given up.")
+                raise ShardGivenUp(
+                    f"Shard {shard_text(self.shard)} of store {self.store.root} was given up; start again."
+                )
             self._writes += 1
         try:
             yield
