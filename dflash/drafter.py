@@ -61,13 +61,30 @@ class DrafterConfig:
         return tuple(self.sliding_window if kind == SLIDING else None for kind in kinds)
 
 
-def side_by_side(x_TH: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
-    """Several products of one input. Compiled, that is in training on a GPU, they are one: so is the gradient of the
-    input then, and laying the weights side by side costs a hundredth of what that saves (docs/log.md)."""
-    if not torch.compiler.is_compiling():
+class _SideBySide(torch.autograd.Function):
+    """x Wᵀ of two or three weights that lie behind each other in memory; their gradients are parts of one product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, joined: Tensor, first: Tensor, second: Tensor, third: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, joined)
+        ctx.sizes = [len(weight) for weight in (first, second, third) if weight is not None]
+        return x @ joined.T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, joined = ctx.saved_tensors
+        parts = (grads[0].T @ x).split(ctx.sizes)
+        return grads[0] @ joined, None, parts[0], parts[1], parts[2] if len(parts) > 2 else None
+
+
+def side_by_side(x_TH: Tensor, joined: Tensor | None, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    """Two or three products of one input, in training as one: then the input's gradient is one product too."""
+    if joined is None:
         return tuple(linear(x_TH) for linear in linears)
-    weight = torch.cat([linear.weight for linear in linears])
-    return F.linear(x_TH, weight).split([linear.out_features for linear in linears], dim=-1)
+    weights = [linear.weight for linear in linears]
+    first, second, third = (*weights, None)[:3]
+    out = _SideBySide.apply(x_TH, joined, first, second, third)
+    return out.split([len(weight) for weight in weights], dim=-1)
 
 
 class Attention(nn.Module):
@@ -84,17 +101,19 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(query, hidden, bias=False)
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.joined: Tensor | None = None  # q_proj, k_proj and v_proj as one, where training lays them so
 
     def keys_values(self, x_TH: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """Keys (normed, rotated) and values, each [T, G, D], of context or block tokens."""
-        k, v = side_by_side(x_TH, self.k_proj, self.v_proj)
+        joined = None if self.joined is None else self.joined[self.q_proj.out_features :]
+        k, v = side_by_side(x_TH, joined, self.k_proj, self.v_proj)
         return self._keys_values(k, v, rope)
 
     def _keys_values(self, k: Tensor, v: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         return rotate(self.k_norm(k.unflatten(-1, (-1, self.head_dim))), rope), v.unflatten(-1, (-1, self.head_dim))
 
     def forward(self, x_NH: Tensor, rope: Rope, context_kv: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        q, k, v = side_by_side(x_NH, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = side_by_side(x_NH, self.joined, self.q_proj, self.k_proj, self.v_proj)
         q_NQD = rotate(self.q_norm(q.unflatten(-1, (-1, self.head_dim))), rope)
         block_k, block_v = self._keys_values(k, v, rope)
         return self.o_proj(attend(q_NQD, *context_kv, block_k, block_v).flatten(-2))
@@ -106,9 +125,10 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.joined: Tensor | None = None  # gate_proj and up_proj as one, where training lays them so
 
     def forward(self, x_NH: Tensor) -> Tensor:
-        gate, up = side_by_side(x_NH, self.gate_proj, self.up_proj)
+        gate, up = side_by_side(x_NH, self.joined, self.gate_proj, self.up_proj)
         return self.down_proj(F.silu(gate) * up)
 
 

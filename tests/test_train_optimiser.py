@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_drafter import small_config
 
-from dflash.drafter import Drafter, initialise
+from dflash.drafter import Drafter, RopeTable, initialise, side_by_side
 from dflash.train.optimiser import Optimiser, flatten, learning_rate
 
 
@@ -146,3 +146,28 @@ def test_the_learning_rate_rises_then_falls_to_zero() -> None:
     assert rates.index(2.0) == 9
     assert all(a > b for a, b in pairwise(rates[10:]))
     assert 0 < rates[-1] < 0.001
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_joined_products_give_what_single_ones_give(dtype: torch.dtype) -> None:
+    """Outputs and the gradient of every parameter and input; the joined weights are the parameters' own memory."""
+    generator = torch.Generator().manual_seed(3)
+    plain, ours = made().to(dtype), made()
+    flatten(ours, dtype, torch.device("cpu"))
+    layers = [drafter.all_layers()[1] for drafter in (plain, ours)]
+    assert layers[0].mlp.joined is None
+    assert layers[1].mlp.joined.data_ptr() == layers[1].mlp.gate_proj.weight.data_ptr()  # type: ignore[union-attr]
+    x_NH = torch.randn(24, small_config().hidden_size, generator=generator).to(dtype)
+    rope = RopeTable(small_config(), 24, dtype, "cpu")(torch.arange(24))
+    results = []
+    for layer in layers:
+        x = x_NH.clone().requires_grad_()
+        q, k, v = side_by_side(x, layer.self_attn.joined, *(getattr(layer.self_attn, f"{p}_proj") for p in "qkv"))
+        keys, values = layer.self_attn.keys_values(x, rope)
+        out = torch.cat([part.flatten(1) for part in (q, k, v, keys, values, layer.mlp(x))], dim=1)
+        used = [p for n, p in layer.named_parameters() if n.endswith("proj.weight") and "o_proj" not in n]
+        weight = torch.linspace(-1, 1, out.numel()).view_as(out).to(dtype)
+        results.append([out, *torch.autograd.grad(out, [x, *used], weight)])
+    for mine, theirs in zip(*results, strict=True):
+        loose = {"rtol": 0.02, "atol": 0.01} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(mine, theirs, **loose)

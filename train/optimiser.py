@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,12 @@ class Flat:
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         return {name: flat[start:end].view(shape) for name, (start, end, shape) in self.spans.items()}
 
+    def joined(self, *names: str) -> Tensor:
+        """Compute weights of matrices that lie behind each other, as one matrix."""
+        spans = [self.spans[name] for name in names]
+        assert all(end == start for (_, end, _), (start, _, _) in pairwise(spans)), "matrices keep the module's order"
+        return self.weights[spans[0][0] : spans[-1][1]].view(-1, spans[0][2][1])
+
     def refresh(self) -> None:
         """Make the compute weights from the masters."""
         if self.weights is not self.master:
@@ -97,6 +104,9 @@ def flatten(drafter: Drafter, dtype: torch.dtype, device: torch.device) -> Flat:
         flat.parameters.append(parameter)
         flat.grads.append(grads[name])
         setattr(drafter.get_submodule(parent), leaf, parameter)
+    for number, layer in enumerate(drafter.all_layers()):
+        layer.self_attn.joined = flat.joined(*(f"layers.{number}.self_attn.{part}_proj.weight" for part in "qkv"))
+        layer.mlp.joined = flat.joined(*(f"layers.{number}.mlp.{part}_proj.weight" for part in ("gate", "up")))
     flat.refresh()
     return flat
 
