@@ -110,7 +110,7 @@ def make_store(
     """A store whose buckets have some shards each, documents of random ids."""
     ceilings, shortest = (CPU_BUCKETS, CPU_SHORTEST) if arguments.cpu else (GPU_BUCKETS, GPU_SHORTEST)
     shards = 1 + (arguments.shards or (1 if arguments.cpu else 3))
-    if arguments.cpu and not arguments.disk:
+    if arguments.cpu:
         forecast.default_rows_per_shard = lambda ceiling: max(1, 2048 // ceiling)  # type: ignore[assignment]
     draw = np.random.default_rng(0)
     data = root / "data.jsonl"
@@ -121,7 +121,7 @@ def make_store(
                 line = {"input_ids": ids, "loss_mask": [0] * 8 + [1] * (len(ids) - 8)}
                 file.write(json.dumps(line) + "\n")
     need = int(1.2 * shards * len(ceilings) * 32_768 * 5 * 2 * spec.hidden_size)
-    if (free := shutil.disk_usage(root).free) < need and not (arguments.cpu and not arguments.disk):
+    if (free := shutil.disk_usage(root).free) < need and not arguments.cpu:
         sys.exit(f"{root.parent} has {free / 1e9:.0f} GB free, this needs {need / 1e9:.0f}: --folder or --shards.")
     prepared_folder = root / "prepared"
     prepared_folder.mkdir()
