@@ -80,11 +80,14 @@ class TappedTarget:
     def logits(self, ids_RT: Tensor, keep: int, cache: Cache, **arguments: Any) -> Tensor:
         """The model's own logits [R, keep, V] of the last tokens."""
         arguments[self._cache_name] = cache
+        # by index where that is not all: transformers' slice of several rows would copy the head for each on a CPU
+        tokens = ids_RT.shape[1]
+        last = keep if keep == tokens else torch.arange(tokens - keep, tokens, device=ids_RT.device)
         config = text_config(self.model.config)
         usual = config._attn_implementation
         config._attn_implementation = "dflash" if usual == "sdpa" else usual
         try:
-            return self.model(input_ids=ids_RT, use_cache=True, logits_to_keep=keep, **arguments).logits
+            return self.model(input_ids=ids_RT, use_cache=True, logits_to_keep=last, **arguments).logits
         finally:
             config._attn_implementation = usual
 
