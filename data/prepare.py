@@ -43,6 +43,7 @@ class Tally:
     dropped: Counter[str] = field(default_factory=Counter)
     dropped_documents: Counter[str] = field(default_factory=Counter)
     dropped_tokens: Counter[str] = field(default_factory=Counter)
+    template_args: Counter[str] = field(default_factory=Counter)
     truncated: int = 0
     lines: int = 0
     digests: list[str] = field(default_factory=list)
@@ -119,6 +120,7 @@ def _add(
     if outcome.cause:
         tally.dropped[outcome.cause] += 1
         return
+    tally.template_args[outcome.args] += 1
     tally.dropped_documents.update(cause for cause, _ in outcome.lost)
     tally.dropped_tokens[TRUNCATED] += outcome.beyond
     for document in outcome.documents:
@@ -201,12 +203,18 @@ def _counts(tally: Tally, held_out: NDArray[np.bool_]) -> dict[str, Any]:
         "truncated": tally.truncated,
         "dropped": dict(sorted(tally.dropped.items())),
         "dropped_documents": dict(sorted(tally.dropped_documents.items())),  # of conversations that are kept
+        "template_args": _own_args(tally),
         "dropped_tokens": {cause: n for cause, n in sorted(tally.dropped_tokens.items()) if n},
         "held_out": {
             "conversations": int(held_out.sum()),
             "documents": int(held_out[np.array(tally.conversation, np.int64)].sum()),
         },
     }
+
+
+def _own_args(tally: Tally) -> dict[str, int]:
+    """Conversations by template arguments (as JSON) that their lines brought; "" for those of --template-args alone."""
+    return dict(tally.template_args.most_common()) if set(tally.template_args) - {""} else {}
 
 
 def _tokenizer_fingerprints(tokenizer: Any) -> dict[str, str]:

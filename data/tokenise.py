@@ -25,6 +25,7 @@ from dflash.data.conversations import BadLineError, Conversation, parse_line
 from dflash.data.render import Document, Mask, Renderer, render_documents
 from dflash.data.sources import Source
 from dflash.errors import DflashError
+from dflash.files import canonical_json
 from dflash.progress import say
 
 CUT_OFF, TOO_FEW, TRUNCATED = "answer_beyond_ceiling", "too_few_supervised", "truncated"
@@ -54,6 +55,7 @@ class Outcome(NamedTuple):
     documents: tuple[Fitted, ...] = ()
     lost: tuple[tuple[str, int], ...] = ()  # documents of no use: (cause, tokens)
     beyond: int = 0  # tokens cut off
+    args: str = ""  # the template arguments as JSON, where the line brings some of its own
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ class Job:
                 kept.append(fitted)
                 beyond += length - len(fitted[0])
         cause = "" if kept else lost[0][0]
-        return Outcome(line, cause, "", digest, opening, tuple(kept), tuple(lost), beyond)
+        args = canonical_json({**self.renderer.template_args, **own}) if (own := conversation.template_args) else ""
+        return Outcome(line, cause, "", digest, opening, tuple(kept), tuple(lost), beyond, args)
 
     def _documents(self, conversation: Conversation) -> list[Document] | str:
         renderer = self.renderer

@@ -1,11 +1,21 @@
 """Rows of a store as a drafter reads them: tapped states in its own dtype, int8 scaled back."""
 
+import json
+from typing import Any
+
 import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from dflash.store import Store
+
+
+def template_args(store: Store) -> dict[str, Any]:
+    """The template arguments of most conversations: their lines' own, as `regenerate` writes, or --template-args."""
+    own: dict[str, int] = store.meta.counts.get("template_args") or {}
+    most = max(own, key=lambda text: (own[text], text), default="")
+    return dict(json.loads(most)) if most else dict(store.meta.template_args)
 
 
 def tap_rms(store: Store, device: torch.device | str = "cpu") -> Tensor | None:

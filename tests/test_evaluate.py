@@ -143,7 +143,7 @@ def test_a_drafter_of_another_target_is_refused_with_both_sides(tmp_path: Path, 
 
 
 ORIGIN = Origin(target="org/mine", num_target_layers=6)
-CHAT = [{"prompt": "Say dog two times."}]
+CHAT: list[dict[str, Any]] = [{"prompt": "Say dog two times."}]
 
 
 def chat(tmp_path: Path, tiny_chat: Path, chat_drafter: Path, origin: Origin, **changes: Any) -> dict[str, Any]:
@@ -188,7 +188,9 @@ THINKING = (
 )
 
 
-def test_thinking_on_in_the_data_and_off_here_is_refused(tmp_path: Path, tiny_chat: Path, chat_drafter: Path) -> None:
+def test_thinking_on_in_the_data_and_off_here_is_refused(
+    tmp_path: Path, tiny_chat: Path, chat_drafter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And on by default equals on by name, since both come to the same text."""
     template = tmp_path / "thinking.jinja"
     template.write_text(THINKING)
@@ -197,6 +199,11 @@ def test_thinking_on_in_the_data_and_off_here_is_refused(tmp_path: Path, tiny_ch
         chat(
             tmp_path, tiny_chat, chat_drafter, on, chat_template=str(template), template_args={"enable_thinking": False}
         )
+    shutil.rmtree(tmp_path / "drafter")
+    monkeypatch.setitem(CHAT[0], "template_args", {"enable_thinking": False})  # a line may bring its own
+    with pytest.raises(DflashError, match=r"but here they are .*false\}"):
+        chat(tmp_path, tiny_chat, chat_drafter, on, chat_template=str(template))
+    monkeypatch.delitem(CHAT[0], "template_args")
     shutil.rmtree(tmp_path / "drafter")
     assert chat(tmp_path, tiny_chat, chat_drafter, on, chat_template=str(template))["lossless"]
 

@@ -47,7 +47,11 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """target, store and run of a tiny Gemma-2, which scales its embedding and caps its logits."""
     folder = tmp_path_factory.mktemp("gemma")
     make_tiny(folder / "target", "gemma2", rms_norm_eps=1e-5)
-    lines = [{"prompt": f"Say {n}.", "response": f"{n}, {n + 1} and {n * 7}."} for n in range(40)]
+    args = {"enable_thinking": True}  # as `regenerate` writes them
+    lines = [
+        {"prompt": f"Say {n}.", "response": f"{n}, {n + 1} and {n * 7}.", **({"template_args": args} if n else {})}
+        for n in range(40)
+    ]
     (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     words = ["extract", "--target", folder / "target", "--data", folder / "data.jsonl", "--store", folder / "store"]
     result = CliRunner().invoke(cli, [*map(str, words), "--layers", "1,3", "--buckets", "64,96", "--holdout", "0.1"])
@@ -104,6 +108,7 @@ def test_what_was_trained_is_what_the_export_says(gemma: Path, tmp_path: Path, l
         meta.tokenizer,
         meta.template,
     )
+    assert origin.template_args == {"enable_thinking": True}
     assert origin.step == result["step"]
     if layout == "speculators":
         tensors, own = load_file(tmp_path / "out" / "model.safetensors"), load_file(gemma / "target/model.safetensors")

@@ -9,6 +9,7 @@ from dflash.drafter import DrafterConfig
 from dflash.errors import DflashError
 from dflash.progress import say
 from dflash.store import Store
+from dflash.stored import template_args
 from dflash.target import TargetSpec
 from dflash.train.folder import Checkpoint
 
@@ -28,7 +29,7 @@ def origin_of(store: Store) -> Origin:
         num_target_layers=spec.num_layers,
         tokenizer=meta.tokenizer,
         template=meta.template,
-        template_args=dict(meta.template_args),
+        template_args=template_args(store),
         embed_factor=spec.embed_factor,
         softcap=spec.softcap,
         logit_scale=spec.logit_scale / spec.logit_divisor,
@@ -72,6 +73,6 @@ def check_start(ours: DrafterConfig, theirs: DrafterConfig, origin: Origin | Non
     check_origin(differences(origin, drafter, target, tokenizer=meta.tokenizer), "its token ids mean something else")
     for sentence in differences(
         origin, drafter, target, weights=meta.target["weights"], template=meta.template,
-        template_args=meta.template_args,
+        template_args=template_args(store),
     ):  # fmt: skip
         say(f"Warning: {sentence}.")

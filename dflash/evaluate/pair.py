@@ -1,5 +1,7 @@
 """Target and drafters, loaded after their small files have shown that they belong together."""
 
+import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,10 +10,11 @@ from typing import Any
 import torch
 
 from dflash.caches import TappedTarget
-from dflash.checkpoint import Origin, check_shape, differences, load_drafter, read_config
+from dflash.checkpoint import check_shape, differences, load_drafter, read_config
 from dflash.drafter import Drafter
 from dflash.errors import DflashError
 from dflash.evaluate.config import EvalConfig
+from dflash.files import canonical_json
 from dflash.progress import say
 from dflash.target import (
     TargetSpec,
@@ -58,17 +61,18 @@ class Pair:
         return [self.ours, *([self.other] if self.other is not None else [])]
 
 
-def open_pair(config: EvalConfig, needs_tokenizer: bool, render_prompt: RenderPrompt) -> Pair:
+def open_pair(config: EvalConfig, prompts: Sequence[Any], render_prompt: RenderPrompt) -> Pair:
     """Load all, after the checks; the model comes last, since it takes longest."""
     assert config.target is not None, "the config has seen to it"
     folder = resolve_target(config.target)
     spec = TargetSpec.read(folder, name=config.target, trust_remote_code=config.trust_remote_code)
     tokenizer = None
-    if needs_tokenizer:
+    if any(prompt.input_ids is None for prompt in prompts):
         tokenizer = load_tokenizer(folder, config.chat_template, config.trust_remote_code)
     folders = [Path(each) for each in (config.drafter, config.compare) if each is not None]
+    arguments = template_args_of(config, prompts)
     for each in folders:
-        _check(config, each, folder, spec, tokenizer, render_prompt)
+        _check(config, each, folder, spec, tokenizer, render_prompt, arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     set_threads()
     dtype = as_dtype(config.dtype) or spec.torch_dtype
@@ -78,9 +82,16 @@ def open_pair(config: EvalConfig, needs_tokenizer: bool, render_prompt: RenderPr
     return Pair(ours, others[0] if others else None, stop_token_ids(folder), tokenizer)
 
 
+def template_args_of(config: EvalConfig, prompts: Sequence[Any]) -> dict[str, Any]:
+    """Under which template arguments most prompts are rendered: --template-args and, above them, a line's own."""
+    found = Counter(canonical_json(config.template_args | prompt.template_args) for prompt in prompts)
+    return dict(json.loads(found.most_common(1)[0][0]))
+
+
 def _check(
-    config: EvalConfig, drafter: Path, target: Path, spec: TargetSpec, tokenizer: Any, render_prompt: RenderPrompt
-) -> None:
+    config: EvalConfig, drafter: Path, target: Path, spec: TargetSpec, tokenizer: Any, render_prompt: RenderPrompt,
+    arguments: dict[str, Any],
+) -> None:  # fmt: skip
     shape, origin = read_config(drafter)
     check_shape(shape, origin, spec, str(drafter))
     if shape.sliding_window is not None:
@@ -93,8 +104,8 @@ def _check(
     known: dict[str, Any] = {"weights": weights_fingerprint(target)} if origin.weights else {}
     if tokenizer is not None:
         known |= {"tokenizer": tokenizer_fingerprint(tokenizer), "template": template_fingerprint(tokenizer)}
-        if not _same_rendering(origin, config, tokenizer, render_prompt):
-            known["template_args"] = config.template_args
+        if not _same_rendering(origin.template_args, arguments, tokenizer, render_prompt):
+            known["template_args"] = arguments
     report_differences(list(differences(origin, str(drafter), spec.name, **known)), config.allow_mismatch)
 
 
@@ -106,14 +117,14 @@ def report_differences(found: Sequence[str], allowed: bool) -> None:
         say(f"Warning: {sentence}.")
 
 
-def _same_rendering(origin: Origin, config: EvalConfig, tokenizer: Any, render_prompt: RenderPrompt) -> bool:
+def _same_rendering(data: dict[str, Any], here: dict[str, Any], tokenizer: Any, render_prompt: RenderPrompt) -> bool:
     """Whether the template arguments of the data and of here come to the same, whatever their names."""
-    if origin.template_args == config.template_args:
+    if data == here:
         return True
     try:
         one, other = (
             render_prompt([dict(message) for message in PROBE], tokenizer, arguments, None)
-            for arguments in (origin.template_args, config.template_args)
+            for arguments in (data, here)
         )
     except DflashError:  # a template may refuse the probe; then the names decide
         return False

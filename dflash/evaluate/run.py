@@ -28,7 +28,7 @@ def evaluate(config: EvalConfig, read_prompts: ReadPrompts, render_prompt: Rende
         return evaluate_store(config)
     began = time.perf_counter()
     prompts = read_prompts(config.prompts, config.limit)
-    pair = open_pair(config, any(prompt.input_ids is None for prompt in prompts), render_prompt)
+    pair = open_pair(config, prompts, render_prompt)
     turns: list[Turn] = []
     clock = Clock()
     total = sum(max(1, len(prompt.turns)) for prompt in prompts)

@@ -22,7 +22,7 @@ from dflash.loss import Head
 from dflash.progress import progress
 from dflash.simulate import held_out_rows, simulate
 from dflash.store import Store
-from dflash.stored import tap_rms
+from dflash.stored import tap_rms, template_args
 from dflash.target import TargetSpec, as_dtype, read_frozen
 from dflash.threads import set_threads
 
@@ -97,7 +97,7 @@ def check_drafter(folder: Path, store: Store, config: EvalConfig) -> None:
     if origin is not None:
         found = differences(
             origin, str(folder), f"{spec.name} in store {config.store}", weights=meta.target["weights"],
-            tokenizer=meta.tokenizer, template=meta.template, template_args=meta.template_args,
+            tokenizer=meta.tokenizer, template=meta.template, template_args=template_args(store),
         )  # fmt: skip
         report_differences(list(found), config.allow_mismatch)
 
