@@ -74,10 +74,15 @@ def test_a_disk_that_fills_half_way_leaves_a_store_that_the_same_command_complet
 ) -> None:
     monkeypatch.setattr("dflash.extract.disk.free_bytes", lambda path: 1 << 40)  # somebody else fills it meanwhile
     monkeypatch.setattr("dflash.extract.disk.write_speed", lambda path: None)
-    monkeypatch.setattr("dflash.store.shard.SPARE_BYTES", 0, raising=False)
+    monkeypatch.setattr("dflash.store.layout.PADDED_TOKENS_PER_SHARD", 1024)
     result = extract(tiny_target, data, small_disk / "store")
     assert result.exit_code == 28, result.stderr
     one_sentence(result)
+    verified = json.loads(dflash("verify", small_disk / "store", "--json").stdout)
+    assert verified["ok"], verified["problems"]
+    assert verified["shards"] > 1
+    assert len(verified["missing"]) > 1
+    assert os.listdir(small_disk / "store" / "tmp") == []
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
     again = extract(tiny_target, data, small_disk / "store")
     assert again.exit_code == 0, again.stderr

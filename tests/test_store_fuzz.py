@@ -157,6 +157,12 @@ class Small:
         path.write_bytes(content)
         self.stamp_line(path.parent, {"zarr.json": crc32c(content)})
 
+    def stamp_spelled(self, path: Path) -> None:
+        """The same manifest with other spaces."""
+        content = path.read_bytes().replace(b'"gen": 0', b'"gen":  0')
+        path.write_bytes(content)
+        self.stamp_line(path.parent, {"zarr.json": crc32c(content)})
+
     def stamp_line(self, shard: Path, checksums: dict[str, int]) -> None:
         lines = []
         for line in (self.root / "index/w000.jsonl").read_bytes().splitlines():

@@ -95,7 +95,11 @@ class DirectFile:
                 n = os.preadv(self.descriptor, [buffer[done:].data], start + done)
             except OSError as error:
                 if error.errno not in REFUSALS:
-                    raise
+                    where = f"{'/'.join(self.parts)} in store {self.root}"
+                    raise DflashError(
+                        f"{where} cannot be read at byte {start + done} ({os.strerror(error.errno or 0)}): look at the "
+                        "disk, then `dflash verify --repair` retires the shard and `dflash extract` makes it again."
+                    ) from None
                 self._through_the_cache()
                 continue
             if n == 0:
