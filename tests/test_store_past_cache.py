@@ -35,6 +35,13 @@ def test_whole_pages_are_written_in_place(size: int, shift: int, file: Path, mon
     assert file.read_bytes() == expected.ljust(40 * PAGE, b"\0")
 
 
+def test_a_filesystem_in_memory_is_written_as_usual(file: Path) -> None:
+    memory = Path("/dev/shm")
+    if memory.is_dir() and "tmpfs /dev/shm " in Path("/proc/mounts").read_text():
+        assert past_cache.in_memory(memory.stat().st_dev)
+    assert not past_cache.in_memory(file.stat().st_dev)
+
+
 def test_small_content_is_left_to_the_cache(file: Path) -> None:
     assert PastCache(file).write(np.ones(past_cache.LEAST_BYTES - 1, np.uint8), 0) == 0
 

@@ -8,6 +8,7 @@ its own address and stride may be anything; what does not fill a page at the end
 import errno
 import os
 import threading
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -26,12 +27,14 @@ class PastCache:
     """A second descriptor of a file, for large aligned writes. `write` says how much of the content it has taken."""
 
     def __init__(self, path: Path) -> None:
+        self.descriptor = -1
+        if in_memory(path.stat().st_dev):
+            return  # newer kernels take the flag there, and the buffer would be a copy more
         try:
             self.descriptor = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
         except OSError as error:
             if error.errno not in REFUSED:
                 raise
-            self.descriptor = -1  # tmpfs and others keep everything in memory anyway
 
     def write(self, content: np.ndarray, offset: int) -> int:
         """Write the beginning of C-contiguous `content` at `offset`, a multiple of a page; return its bytes."""
@@ -58,6 +61,18 @@ class PastCache:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
+
+
+@lru_cache
+def in_memory(device: int) -> bool:
+    """Whether the filesystem with this st_dev keeps its files in memory alone."""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return False
+    mounts = [line.partition(" - ") for line in lines if line.split()[2] == wanted]
+    return any(kind.split()[0] in ("tmpfs", "ramfs") for _, _, kind in mounts)
 
 
 def _buffer() -> np.ndarray:
