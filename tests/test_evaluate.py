@@ -208,15 +208,6 @@ def test_thinking_on_in_the_data_and_off_here_is_refused(
     assert chat(tmp_path, tiny_chat, chat_drafter, on, chat_template=str(template))["lossless"]
 
 
-def test_a_drafter_with_sliding_layers_is_not_decoded_as_if_it_had_none(tmp_path: Path) -> None:
-    shutil.copytree(VECTORS / "drafter", tmp_path / "drafter")
-    document = json.loads((tmp_path / "drafter" / "config.json").read_text())
-    document |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
-    (tmp_path / "drafter" / "config.json").write_text(json.dumps(document))
-    with pytest.raises(DflashError, match=r"sliding layers \(window 9\).*--store"):
-        run(tmp_path, [{"input_ids": [1, 2, 3]}], drafter=str(tmp_path / "drafter"))
-
-
 def test_a_drafter_without_its_mask_token_is_refused(tmp_path: Path) -> None:
     shutil.copytree(VECTORS / "drafter", tmp_path / "drafter")
     document = json.loads((tmp_path / "drafter" / "config.json").read_text())

@@ -1,6 +1,7 @@
 """`dflash eval --store`: without a target the served figure, where the stored answers are the target's own."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,25 @@ def test_it_predicts_the_served_figure_within_five_percent(work: Path, tiny_chat
     assert simulated["answers"] == served["answers"]
     assert simulated["label_agreement"] > 0.99
     assert (simulated["simulated"], simulated["indicative"]) == (True, False)
+
+
+def test_it_predicts_the_served_figure_of_sliding_layers_too(work: Path, tiny_chat: Path) -> None:
+    """Training's way of windows and decoding's are two pieces of code; here they must come to the same."""
+    shutil.copytree(work / "drafter", work / "sliding")
+    document = json.loads((work / "sliding" / "config.json").read_text())
+    document |= {"layer_types": ["sliding_attention"], "sliding_window": 7, "use_sliding_window": True}
+    (work / "sliding" / "config.json").write_text(json.dumps(document))
+    simulated, full = (
+        dflash("eval", "--drafter", work / name, "--store", work / "store") for name in ("sliding", "drafter")
+    )
+    served = dflash(
+        "eval", "--drafter", work / "sliding", "--target", tiny_chat, "--prompts", work / "held_out.jsonl",
+        "--max-new-tokens", "100",
+    )  # fmt: skip
+    assert simulated["histogram"] != full["histogram"], "the window must matter for the test to mean something"
+    assert served["lossless"] is True
+    for ours, theirs in zip(simulated["histogram"], served["histogram"], strict=True):
+        assert ours["cycles"] == pytest.approx(theirs["cycles"], abs=3)
 
 
 def test_it_is_the_validation_of_training(work: Path) -> None:
