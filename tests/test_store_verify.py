@@ -180,5 +180,5 @@ def test_repair_waits_for_writers(root: Path) -> None:
 
 def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
     assert verify_function is verify
-    with pytest.raises(DflashError, match="not a store"):
+    with pytest.raises(DflashError, match=r"no store\.json"):
         verify(tmp_path)
