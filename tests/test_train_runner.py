@@ -10,19 +10,21 @@ import torch
 import torch.nn.functional as F
 from test_drafter import small_config
 from test_train_step import BLOCK, CEILING, HIDDEN, ROWS, STEP, VOCABULARY, make_batch, make_model, objective
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_mask
 
 from dflash.drafter import FULL, SLIDING, Drafter, RopeTable, initialise
 from dflash.flex import TILE, anchors_per_tile, round_up
 from dflash.loss import decay_weights
 from dflash.train import layerwise, runner, static
+from dflash.train.layerwise import Layerwise
 from dflash.train.memory import PLAIN, Economy
 from dflash.train.optimiser import Optimiser, flatten
 from dflash.train.order import BucketRows, Micro
 from dflash.train.reader import Layout
 from dflash.train.runner import Captured, Eager, Parts
 from dflash.train.static import Geometry, StaticStep
-from dflash.train.step import Batch, Blocks, loss_of, micro_loss
+from dflash.train.step import Batch, Blocks, loss_of, micro_loss, scored_states
 
 CONTEXT = round_up(ROWS * CEILING, TILE)
 CPU = torch.device("cpu")
@@ -204,3 +206,25 @@ def test_it_compiles_into_one_graph_without_reading_back(budget: bool) -> None:
             forward(batch, lay(batch, 10, replay, 1), CONTEXT)
         finally:
             torch._dynamo.config.error_on_recompile = False
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_checkpointing_compiles_one_function_for_all_layers() -> None:
+    parts, batch = make_parts(), make_batch()
+    counter = CompileCounter()
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(function, fullgraph=True, dynamic=False, backend=counter)
+
+    pieces = Layerwise(parts.model, parts.objective, compiled, None)
+    blocks = StaticStep(parts, PLAIN, same)._lay(batch, 10, anchors_per_tile(BLOCK), 1)
+    drafter, counts = parts.model.drafter, []
+    with torch.no_grad():
+        inputs = pieces.inputs(parts.model, batch, blocks, CONTEXT)
+        context, x = pieces.context(inputs.taps_SF), inputs.x_NH
+        for layer in drafter.all_layers():
+            x = pieces.layer(layer, x, context, inputs, blocks, BLOCK, None)
+            counts.append(counter.frame_count)
+        whole = StaticStep(parts, PLAIN, same)._forward(batch, blocks, CONTEXT)
+    assert torch.allclose(scored_states(drafter.norm(x), BLOCK), whole, atol=1e-6)
+    assert counts == [3, 3]  # inputs, context, layer
