@@ -194,7 +194,11 @@ def start_pool(job: Job, processes: int) -> ProcessPoolExecutor | None:
     # Threads run here already, so a plain fork is not safe; the server's children are forked from a clean process.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, type(job.renderer.tokenizer).__module__])
-    return ProcessPoolExecutor(processes, context, _start, (packed,))
+    try:
+        return ProcessPoolExecutor(processes, context, _start, (packed,))
+    except (OSError, ImportError) as error:  # no semaphores here, as in some sandboxes
+        say(f"Tokenising in one process, since others cannot be started here ({error}).")
+        return None
 
 
 _job: Job | None = None

@@ -133,6 +133,19 @@ def test_a_tokenizer_that_cannot_be_copied_works_alone(processes: None, capsys: 
     assert "one process, since this tokenizer cannot be copied (holds a socket)" in capsys.readouterr().err
 
 
+def test_where_no_process_can_be_started_one_does_the_work(
+    processes: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(tokenise, "ProcessPoolExecutor", refuse)
+    lines = [b'{"input_ids": [1, 2], "loss_mask": [1, 1]}\n'] * 4
+    with Tokeniser(Job(Renderer(tokenizer=None), 64)) as tokeniser:
+        assert len(list(tokeniser.outcomes([Chunk(0, 1, lines), Chunk(0, 5, lines)]))) == 8
+    assert "cannot be started here" in capsys.readouterr().err
+
+
 def test_few_chunks_are_under_way_at_once(processes: None, tmp_path: Path) -> None:
     """The lines are read as they are needed: memory does not grow with the data."""
     path = tmp_path / "d.jsonl"
