@@ -14,7 +14,8 @@ import torch
 
 from dflash.caches import TappedTarget, stateful_layers
 from dflash.data.config import RegenerateConfig
-from dflash.decode import Sampling, decode_plain
+from dflash.decode import decode_plain
+from dflash.sampling import Sampling
 from dflash.target import TargetSpec, load_target
 from dflash.threads import set_threads
 

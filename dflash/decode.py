@@ -17,7 +17,6 @@ Axes: R rows, T tokens, B block, V vocabulary.
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -26,92 +25,11 @@ from torch import Tensor
 from dflash.caches import DraftCache, TappedTarget, TargetCache
 from dflash.drafter import Drafter, RopeTable, embed_blocks
 from dflash.graphs import Graphs, waits_for_the_host
+from dflash.response import Response, count_slots, kept_tokens
+from dflash.sampling import GREEDY, RIVALS, Sampling
 
-TIE_ULPS = 2  # units in the last place between two logits that rounding may swap
-RIVALS = 3  # tokens so close to the best that are remembered
 END_STEP = 128  # on a GPU attention ends at a multiple of it: one graph for each
 PREFILL_TOKENS = 65_536  # most padded prompt tokens of one forward
-
-
-@dataclass(frozen=True)
-class Response:
-    """One decoded answer.
-
-    acceptance_lengths: tokens kept of every cycle (accepted drafts + 1; the last may be cut by a stop token or the
-    limit). drafted, accepted: per slot 1..B-1, in how many cycles the slot was proposed, and accepted with all before.
-    rivals: for each output token those whose logit was within rounding of the best (greedy).
-    """
-
-    output_ids: list[int] = field(default_factory=list)
-    acceptance_lengths: list[int] = field(default_factory=list)
-    drafted: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    rivals: list[tuple[int, ...]] = field(default_factory=list, compare=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the target chooses tokens: its argmax at temperature 0 (ties: smallest id), else a draw."""
-
-    temperature: float = 0.0
-    generator: torch.Generator | None = None
-
-    def uniforms(self, prompts: int, places: int, device: torch.device) -> Tensor:
-        """One number for every place of every answer, fp64 [prompts, places]; they alone decide the draws."""
-        if self.temperature == 0.0:
-            return torch.zeros(prompts, 1, dtype=torch.float64, device=device)
-        source = self.generator.device if self.generator is not None else device
-        drawn = torch.rand(prompts, places, dtype=torch.float64, device=source, generator=self.generator)
-        return drawn.to(device)
-
-    def choose(self, logits_RTV: Tensor, uniforms_RT: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens [R, T] and their rivals [R, T, RIVALS], -1 where there is none; int64."""
-        if self.temperature == 0.0:
-            return best_and_rivals(logits_RTV)
-        probabilities = torch.softmax(logits_RTV.float() / self.temperature, dim=-1)
-        below = torch.cumsum(probabilities, dim=-1, dtype=torch.float64)
-        where = uniforms_RT[..., None] * below[..., -1:]
-        tokens = torch.searchsorted(below, where, right=True)[..., 0].clamp(max=below.shape[-1] - 1)
-        return tokens, tokens.new_full((*tokens.shape, RIVALS), -1)
-
-
-GREEDY = Sampling()
-
-
-def best_and_rivals(logits_RTV: Tensor) -> tuple[Tensor, Tensor]:
-    """Argmax [R, T] (ties: smallest id), and the next tokens within TIE_ULPS of it [R, T, RIVALS], else -1."""
-    best = logits_RTV.argmax(dim=-1)
-    values, ids = logits_RTV.topk(RIVALS + 1, dim=-1)
-    values = values.float()
-    ulp = torch.finfo(logits_RTV.dtype).eps * torch.exp2(torch.log2(values.abs().amax(-1, keepdim=True)).floor())
-    close = (values[..., :1] - values <= TIE_ULPS * ulp) & (ids != best[..., None])
-    # the best is one of the four unless more than four are equal
-    return best, torch.where(close, ids, -1).sort(dim=-1, descending=True)[0][..., :RIVALS]
-
-
-def first_difference(ours: Response, own: Response) -> str:
-    """How a greedy answer compares with the target's own: `identical`, `ties` or `wrong`.
-
-    A tie: where they first differ, one run had the other's token within rounding of its own, so the shape of the batch
-    decided between them. Whatever follows differs for that reason.
-    """
-    if ours.output_ids == own.output_ids:
-        return "identical"
-    places = range(min(len(ours.output_ids), len(own.output_ids)))
-    where = next((place for place in places if ours.output_ids[place] != own.output_ids[place]), None)
-    if where is None:
-        return "wrong"
-    swapped = own.output_ids[where] in ours.rivals[where] or ours.output_ids[where] in own.rivals[where]
-    return "ties" if swapped else "wrong"
-
-
-def kept_tokens(tokens: list[int], room: int, stop_ids: Sequence[int]) -> tuple[list[int], bool]:
-    """The tokens that stay: at most `room`, up to and with the first stop token; and whether the text ends here."""
-    tokens = tokens[:room]
-    for index, token in enumerate(tokens):
-        if token in stop_ids:
-            return tokens[: index + 1], True
-    return tokens, len(tokens) == room
 
 
 def decode_plain(
@@ -319,7 +237,7 @@ class _Decoder:
             response.rivals.append(tuple(rival for rival in rivals[RIVALS * place :][:RIVALS] if rival >= 0))
         if cycle:
             response.acceptance_lengths.append(len(kept))
-            _count(response, good=len(tokens) - 1, kept=len(kept))
+            count_slots(response, good=len(tokens) - 1, kept=len(kept))
         if ended:
             self.prompt_of[row] = None
 
@@ -330,11 +248,3 @@ def rows_that_fit(target: TappedTarget, positions: int) -> int:
         return 1 << 30
     free, _ = torch.cuda.mem_get_info(target.device)
     return max(1, free // 2 // (positions * target.bytes_per_token))
-
-
-def _count(response: Response, good: int, kept: int) -> None:
-    """Slot statistics of a cycle; slots past the end of the text were never asked for."""
-    whole = kept == good + 1  # else the text ended inside the block
-    for slot in range(len(response.drafted) if whole else kept):
-        response.drafted[slot] += 1
-        response.accepted[slot] += slot < good

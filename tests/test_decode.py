@@ -8,16 +8,10 @@ import torch
 
 from dflash.caches import TappedTarget
 from dflash.checkpoint import load_drafter
-from dflash.decode import (
-    Response,
-    Sampling,
-    best_and_rivals,
-    decode_plain,
-    decode_speculative,
-    first_difference,
-    kept_tokens,
-)
+from dflash.decode import decode_plain, decode_speculative
 from dflash.drafter import Drafter
+from dflash.response import Response, first_difference, kept_tokens
+from dflash.sampling import Sampling, best_and_rivals
 from dflash.target import TargetSpec, load_target
 
 VECTORS = Path(__file__).parent / "assets" / "vectors"

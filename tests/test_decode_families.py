@@ -8,9 +8,10 @@ from make_tiny import FAMILIES, make_tiny
 from test_drafter import small_config
 
 from dflash.caches import TappedTarget
-from dflash.decode import decode_plain, decode_speculative, first_difference
+from dflash.decode import decode_plain, decode_speculative
 from dflash.drafter import Drafter, initialise
 from dflash.errors import DflashError
+from dflash.response import first_difference
 from dflash.target import TargetSpec, load_target
 
 VOCAB, BLOCK = 12, 4  # so few tokens that an untrained drafter is right now and then

@@ -10,8 +10,9 @@ from make_tiny import make_tiny
 from test_drafter import small_config
 
 from dflash.caches import TappedTarget
-from dflash.decode import Sampling, decode_plain, decode_speculative
+from dflash.decode import decode_plain, decode_speculative
 from dflash.drafter import Drafter, initialise
+from dflash.sampling import Sampling
 from dflash.target import TargetSpec, load_target
 
 VOCAB, TOKENS, SAMPLES = 6, 4, 6_000

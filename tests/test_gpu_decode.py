@@ -10,8 +10,9 @@ from test_decode_families import VOCAB, drafter_for
 
 from dflash import decode
 from dflash.caches import TappedTarget
-from dflash.decode import Sampling, decode_plain, decode_speculative
+from dflash.decode import decode_plain, decode_speculative
 from dflash.graphs import Graphs
+from dflash.sampling import Sampling
 from dflash.target import TargetSpec, load_target
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
-from dflash.decode import Response, Sampling, decode_plain, decode_speculative, first_difference
+from dflash.decode import decode_plain, decode_speculative
 from dflash.errors import DflashError
 from dflash.evaluate.config import EvalConfig
 from dflash.evaluate.pair import Pair, RenderPrompt
+from dflash.response import Response, first_difference
+from dflash.sampling import Sampling
 
 BATCH_SIZE = {"cuda": 256, "cpu": 8}
 
