@@ -204,7 +204,7 @@ def read_toml(path: str | Path, section: str, known: Mapping[str, Setting]) -> d
         document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise DflashError(f"{path} cannot be read as TOML: {reason}.") from error
+        raise DflashError(f"{path} cannot be read as TOML ({reason}); correct the file.") from error
     mine: dict[str, Any] = {}
     for name, content in document.items():
         section_name = name.replace("_", "-")

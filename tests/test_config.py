@@ -108,7 +108,7 @@ def test_what_is_wrong_in_toml_is_named_with_its_place_and_a_remedy(
 
 
 def test_a_toml_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DflashError, match=r"absent\.toml cannot be read as TOML: No such file"):
+    with pytest.raises(DflashError, match=r"absent\.toml cannot be read as TOML \(No such file"):
         read_toml(tmp_path / "absent.toml", "train", settings(Example))
 
 

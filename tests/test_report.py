@@ -234,7 +234,7 @@ def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
     store = make_store(tmp_path / "store", documents=12, held_out=0)
     hidden = sorted((store.root / "shards").rglob("s000000.zarr/hidden/c.0.0.0"))[0]
     hidden.write_bytes(hidden.read_bytes()[:-4096])
-    with pytest.raises(DflashError, match=r"The report stops at shard b0064/s000000: .*hidden"):
+    with pytest.raises(DflashError, match="hidden of shard b0064/s000000"):
         report(ReportConfig(sources=(str(store.root),), out=str(tmp_path / "r.html")))
 
 

@@ -15,7 +15,6 @@ import numpy as np
 from dflash.config import toml_value
 from dflash.errors import DflashError
 from dflash.store import Store, inspect
-from dflash.store.layout import shard_text
 from dflash.store.paths import STORE_JSON
 from dflash.store.reader import OpenShard
 from dflash.store.taps import TapFigures
@@ -140,17 +139,14 @@ def tap_figures(store: Store) -> list[dict[str, Any]]:
     there = sorted(store.index.entries)
     figures = TapFigures(store)
     for shard in there[:: max(1, -(-len(there) // TAP_ROWS))]:
-        try:
-            opened = OpenShard(store, shard)
-            n = opened.lengths[0]
-            arrays = {
-                name: np.empty((n, *spec.token_shape), spec.dtype)
-                for name, spec in opened.specs.items()
-                if name in ("hidden", "scale")
-            }
-            opened.read_into(0, arrays)
-        except DflashError as error:
-            raise DflashError(f"The report stops at shard {shard_text(shard)}: {error}") from None
+        opened = OpenShard(store, shard)
+        n = opened.lengths[0]
+        arrays = {
+            name: np.empty((n, *spec.token_shape), spec.dtype)
+            for name, spec in opened.specs.items()
+            if name in ("hidden", "scale")
+        }
+        opened.read_into(0, arrays)
         figures.add(arrays)
     return figures.result() if there else []
 

@@ -125,9 +125,7 @@ def frozen_tensors(folder: Path, tied: bool) -> dict[str, "torch.Tensor"]:
         if not (tied and torch.equal(head, tensors["embed"])):
             tensors["head"] = head
         if head_name.removesuffix("weight") + "bias" in index:
-            raise DflashError(
-                f"{folder} has an output head with a bias ({head_name}): dflash supports heads without one."
-            )
+            raise DflashError(f"{folder} has an output head with a bias ({head_name}): use a target without.")
     return tensors
 
 
