@@ -103,7 +103,10 @@ class DirectFile:
                 self._through_the_cache()
                 continue
             if n == 0:
-                raise DflashError(f"{'/'.join(self.parts)} in store {self.root} ends before byte {start + needed}.")
+                raise DflashError(
+                    f"{'/'.join(self.parts)} in store {self.root} ends before byte {start + needed};"
+                    " `dflash verify --repair` retires the shard, `dflash extract` makes it again."
+                )
             done += n
 
 
