@@ -5,10 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 from make_tiny import make_tiny
+from raised import watch
 
 ASSETS = Path(__file__).parent / "assets"
 
 torch.set_num_threads(1)
+watch()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What asks about the whole session comes last."""
+    items.sort(key=lambda item: item.name == "test_every_error_was_triggered_by_some_test")
 
 
 @pytest.fixture(autouse=True)

@@ -102,7 +102,7 @@ def check_export(
             gap = (ours - back).abs().max().item()
             raise DflashError(
                 f"{folder} gives other logits than the trained drafter on {row.name} (by up to {gap:.3g}); nothing was "
-                "exported."
+                "exported, so report it."
             )
         exact = draft_logits(trained, row, ends)
         moved = max(moved, ((back - exact).norm() / exact.norm().clamp(min=1e-30)).item())

@@ -95,7 +95,7 @@ def config_from_json(document: dict[str, Any], path: Path) -> DrafterConfig:
     if drafted not in (None, vocabulary):
         raise DflashError(
             f"{path}: draft_vocab_size is {drafted} of {vocabulary} tokens; this version drafts from the target's "
-            "whole vocabulary only."
+            "whole vocabulary only; export it with that."
         )
     hidden, of_target = layer.get("hidden_size"), document.get("target_hidden_size")
     if of_target not in (None, hidden):

@@ -38,7 +38,7 @@ class EvalConfig:
                 "Missing option --target: the model that answers; or give --store to simulate without it."
             )
         if self.store is None and not self.prompts:
-            raise DflashError("Missing option --prompts: JSONL files of prompts.")
+            raise DflashError("Missing option --prompts: give JSONL files of prompts, or --store.")
         if self.store is not None and (self.target is not None or self.prompts):
             raise DflashError(
                 "--store simulates on stored rows; leave out --target and --prompts, or leave out --store."

@@ -92,7 +92,7 @@ def check_drafter(folder: Path, store: Store, config: EvalConfig) -> None:
     if shape.taps != meta.taps:
         raise DflashError(
             f"Drafter {folder} taps layers {list(shape.taps)}, but store {config.store} holds layers "
-            f"{list(meta.taps)}; simulate it on a store of its own taps."
+            f"{list(meta.taps)}; use a store of its own taps."
         )
     if origin is not None:
         found = differences(
