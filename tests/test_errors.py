@@ -15,7 +15,13 @@ from raised import ROOT, WATCH, Site, complaint, sites, sites_of
 from dflash.data.config import DataConfig
 from dflash.errors import DflashError, Interrupted
 from dflash.extract.config import ExtractConfig
+from dflash.report.read import read_sources
+from dflash.store.calib import read_calib
+from dflash.store.meta import read_meta
+from dflash.target.files import as_dtype, resolve_target
+from dflash.target.taps import default_taps
 from dflash.train.config import TrainConfig
+from dflash.train.folder import Checkpoint, read_checkpoint
 
 SITES = list(sites())
 TRAIN: dict[str, Any] = {"store": "s", "run": "r"}
@@ -36,6 +42,48 @@ TRIGGERS: list[tuple[str, Callable[[], Any]]] = [
     ("--seed must be from 0", lambda: DataConfig(data=("a",), seed=-1)),
     ("--data names no file", lambda: DataConfig(data=())),
 ]
+
+
+def checkpoint(folder: Path, state: str) -> Any:
+    (folder / "state.json").write_text(state)
+    return read_checkpoint(folder)
+
+
+def damaged_tensors(folder: Path) -> Any:
+    (folder / "model.safetensors").write_bytes(b"x")
+    return Checkpoint(folder, {"step": 1}).tensors("model")
+
+
+def file_as(call: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    """`call` with a file where a folder is asked for."""
+
+    def trigger(folder: Path) -> Any:
+        (folder / "file").write_text("{}")
+        return call(folder / "file")
+
+    return trigger
+
+
+FILES: list[tuple[str, Callable[[Path], Any]]] = [
+    ("is no checkpoint", read_checkpoint),
+    ("has format 99", lambda folder: checkpoint(folder, '{"format": 99}')),
+    ("is damaged", lambda folder: checkpoint(folder, "{")),
+    ("model.safetensors cannot be read", damaged_tensors),
+    ("is a file", file_as(lambda file: resolve_target(str(file)))),
+    ("--dtype int4 is unknown", lambda folder: as_dtype("int4")),
+    ("is not a folder, so it is no store", file_as(read_meta)),
+    ("--num-taps 0 is too few", lambda folder: default_taps(6, 0)),
+    ("calib.safetensors of the int8 store", lambda folder: read_calib(folder, 4)),
+    ("is neither a run", lambda folder: read_sources((str(folder),))),
+]
+
+
+@pytest.mark.parametrize(("words", "trigger"), FILES, ids=[words for words, _ in FILES])
+def test_a_file_that_cannot_be_used_is_named(words: str, trigger: Callable[[Path], Any], tmp_path: Path) -> None:
+    with pytest.raises(DflashError) as caught:
+        trigger(tmp_path)
+    assert words in str(caught.value)
+    assert complaint(str(caught.value)) is None
 
 
 @pytest.mark.parametrize("site", SITES, ids=lambda site: f"{site.file}:{site.first}")
