@@ -19,7 +19,7 @@ from dflash.errors import DflashError
 from dflash.train.config import TrainConfig
 from dflash.train.folder import checkpoints
 from dflash.train.order import Micro
-from dflash.train.reader import Reader
+from dflash.train.reader import Filler
 from dflash.train.run import train
 from dflash.train.runner import Eager
 from dflash.train.step import Batch
@@ -40,15 +40,15 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def blind(rank: int) -> None:
     """No position of the longer bucket can be an anchor."""
-    fill = Reader.fill
+    fill = Filler.fill
 
-    def without(self: Reader, slot: dict[str, Any], micro: Micro) -> Batch:
+    def without(self: Filler, slot: dict[str, Any], micro: Micro) -> Batch:
         batch = fill(self, slot, micro)
         if micro.bucket.ceiling == 96:
             batch.loss_mask.zero_()
         return batch
 
-    Reader.fill = without  # type: ignore[method-assign]
+    Filler.fill = without  # type: ignore[method-assign]
 
 
 def dies(rank: int) -> None:
@@ -98,7 +98,7 @@ def run_ranks(world: int, settings: TrainConfig, hook: Hook | None = None) -> tu
         if rank.is_alive():
             rank.kill()
     assert None not in codes, "a rank hangs"
-    said = dict(out.get() for code in codes if code >= 0)
+    said = dict(out.get(timeout=SECONDS) for code in codes if code >= 0)
     return codes, said
 
 
@@ -127,12 +127,12 @@ def test_two_ranks_follow_the_trajectory_of_one_with_uneven_rows(store: Path, tm
 def test_a_rank_without_a_valid_anchor_adds_nothing_and_holds_nobody_up(store: Path, tmp_path: Path) -> None:
     codes, _ = run_ranks(2, config(store, tmp_path / "two"), blind)
     assert codes == [0, 0]
-    fill = Reader.fill
+    fill = Filler.fill
     try:
         blind(0)
         train(config(store, tmp_path / "one"))
     finally:
-        Reader.fill = fill
+        Filler.fill = fill
     assert_same_trajectory(tmp_path / "one", tmp_path / "two")
     skipped = [line["skipped"] for line in lines(tmp_path / "two") if "skipped" in line]
     assert True in skipped  # both ranks of a step were blind
