@@ -29,13 +29,21 @@ def read_calib(root: Path, width: int) -> np.ndarray:
         tensors = load(read_inside(root, (CALIB,), limit=1 << 28))
     except FileNotFoundError:
         raise DflashError(
-            f"{CALIB} of the int8 store {root} is missing; the states cannot be read without it."
+            f"{CALIB} of the int8 store {root} is missing, without which no state can be read; restore it from a copy."
         ) from None
     except (SafetensorError, ValueError, KeyError) as error:
-        raise DflashError(f"{CALIB} of store {root} is damaged: {error}.") from None
+        raise DflashError(
+            f"{CALIB} of store {root} is damaged ({error}); restore it from a copy of the store."
+        ) from None
     values = tensors.get(TENSOR)
     if values is None or values.shape != (width,) or values.dtype != np.float32:
-        raise DflashError(f"{CALIB} of store {root} has no float32 tensor {TENSOR!r} of {width} values.")
+        raise DflashError(
+            f"{CALIB} of store {root} has no float32 tensor {TENSOR!r} of {width} values; "
+            "restore it from a copy of the store, or extract into a new one."
+        )
     if not (np.isfinite(values) & (values > 0)).all():
-        raise DflashError(f"{CALIB} of store {root} has a channel RMS that is not a positive number.")
+        raise DflashError(
+            f"{CALIB} of store {root} has a channel RMS that is not a positive number; "
+            "restore it from a copy of the store, or extract into a new one."
+        )
     return values

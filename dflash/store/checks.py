@@ -62,14 +62,20 @@ def shown(value: Any) -> str:
 def check_fields(value: Any, fields: dict[str, Check], where: str, optional: tuple[str, ...] = ()) -> dict[str, Any]:
     """`value` as a dict with exactly `fields`, each passing its check."""
     if type(value) is not dict:
-        raise DflashError(f"{where} is not a JSON object.")
+        raise DflashError(f"{where} is not a JSON object; restore it from a copy.")
     for name in value:
         if name not in fields:
-            raise DflashError(f"{where} has the unknown field {str(name)[:80]!r}; a newer dflash may have written it.")
+            raise DflashError(
+                f"{where} has the unknown field {str(name)[:80]!r}; if a newer dflash wrote it, use that."
+            )
     for name, check in fields.items():
         if name not in value:
             if name not in optional:
-                raise DflashError(f"{where} lacks the field {name!r}; the file is damaged or not ours.")
+                raise DflashError(
+                    f"{where} lacks the field {name!r}, so it is damaged or not ours; restore it from a copy."
+                )
         elif not check(value[name]):
-            raise DflashError(f"{where}: the field {name!r} has the wrong value {shown(value[name])}.")
+            raise DflashError(
+                f"{where}: the field {name!r} has the wrong value {shown(value[name])}; restore it from a copy."
+            )
     return value

@@ -139,7 +139,7 @@ def check_entry(value: dict[str, Any], buckets: dict[str, Bucket], where: str) -
     if value["rows"] != rows or len(value["lengths"]) != rows or max(value["lengths"]) > bucket.ceiling:
         raise DflashError(f"{where}: rows or lengths do not fit bucket {bucket.name} of store.json.")
     if not all(CRC(crc) for crc in value["checksums"].values()):
-        raise DflashError(f"{where}: the field 'checksums' holds something that is no crc32c.")
+        raise DflashError(f"{where}: the field 'checksums' holds something that is no crc32c; rebuild the index.")
     for item in value["bad"]:
         checks.check_fields(item, BAD_FIELDS, f"{where}: bad")
     return value

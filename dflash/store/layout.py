@@ -71,13 +71,15 @@ class Bucket:
     def rows_of(self, number: int) -> range:
         """The bucket's row numbers that shard `number` holds."""
         if not 0 <= number < self.num_shards:
-            raise DflashError(f"Bucket {self.name} has {self.num_shards} shards, so there is no shard {number}.")
+            raise DflashError(
+                f"Bucket {self.name} has {self.num_shards} shards, so there is no shard {number}; give a smaller one."
+            )
         return range(number * self.rows_per_shard, min((number + 1) * self.rows_per_shard, self.rows))
 
     def shard_of(self, row: int) -> tuple[int, int]:
         """The shard that holds the bucket's row `row`, and the row's number in it."""
         if not 0 <= row < self.rows:
-            raise DflashError(f"Bucket {self.name} has {self.rows} rows, so there is no row {row}.")
+            raise DflashError(f"Bucket {self.name} has {self.rows} rows, so there is no row {row}; give a smaller one.")
         return divmod(row, self.rows_per_shard)
 
 

@@ -120,7 +120,7 @@ def acquire_lock(root: str | Path, worker: int, workers: int) -> Iterator[Lock]:
             _claim(root, holder)
     except OSError as error:
         raise DflashError(
-            f"Store {root} cannot be written to ({os.strerror(error.errno or 0)}): no claim could be made."
+            f"Store {root} cannot be written to ({os.strerror(error.errno or 0)}): give one that can be."
         ) from error
     lock = Lock(root, holder)
     threading.Thread(target=lock.beat_for_ever, name="dflash-heartbeat", daemon=True).start()

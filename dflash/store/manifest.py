@@ -104,11 +104,13 @@ def read_manifest(store: "Store", shard: Shard) -> tuple[dict[str, Any], bytes]:
             f"{where} is missing; `dflash verify --repair` retires the shard, `dflash extract` makes it again."
         ) from None
     except OSError as error:
-        raise DflashError(f"{where} cannot be read: {os.strerror(error.errno or 0)}.") from None
+        raise DflashError(
+            f"{where} cannot be read ({os.strerror(error.errno or 0)}); `dflash verify --repair` retires the shard."
+        ) from None
     group = parse_json(content, where)
     known = type(group) is dict and group.get("zarr_format") == 3 and group.get("node_type") == "group"
     if not known or group.keys() != {"zarr_format", "node_type", "attributes"}:
-        raise DflashError(f"{where} is not the Zarr v3 group of a shard.")
+        raise DflashError(f"{where} is not the Zarr v3 group of a shard; `dflash verify --repair` retires the shard.")
     manifest = check_crc(group["attributes"], where)
     checks.check_fields(manifest, MANIFEST_FIELDS, where, optional=OPTIONAL)
     _check_belongs(store, shard, manifest, where)
@@ -127,23 +129,37 @@ def _check_belongs(store: "Store", shard: Shard, manifest: dict[str, Any], where
         other = shard_text((manifest["bucket"][:20], manifest["number"]))
         raise DflashError(f"{where} says that it is {other}, not {name}; the folders were swapped or renamed.")
     if manifest["store"] != store.fingerprint or manifest["plan"] != store.meta.fingerprints["plan"]:
-        raise DflashError(f"{where} belongs to another store (other fingerprint).")
+        raise DflashError(
+            f"{where} belongs to another store (other fingerprint); `dflash verify --repair` retires the shard."
+        )
     lists_fit = manifest["rows"] == len(rows) == len(manifest["lengths"]) and manifest["first_row"] == rows.start
     if not lists_fit or manifest["documents"] != plan.document[rows.start : rows.stop].tolist():
-        raise DflashError(f"{where}: rows or documents are not those of the plan.")
+        raise DflashError(
+            f"{where}: rows or documents are not those of the plan; `dflash verify --repair` retires the shard."
+        )
     if any(n not in (0, m) for n, m in zip(manifest["lengths"], planned, strict=True)):
-        raise DflashError(f"{where}: the field 'lengths' has a row that is neither whole nor empty.")
+        raise DflashError(
+            f"{where}: the field 'lengths' has a row neither whole nor empty; `dflash verify --repair` "
+            "retires the shard."
+        )
     specs = store.meta.specs(bucket.ceiling)
     if manifest["arrays"].keys() != specs.keys():
-        raise DflashError(f"{where}: the field 'arrays' does not name exactly {', '.join(specs)}.")
+        raise DflashError(
+            f"{where}: the arrays are not exactly {', '.join(specs)}; `dflash verify --repair` retires the shard."
+        )
     for array, spec in specs.items():
         about = checks.check_fields(manifest["arrays"][array], ARRAY_FIELDS, f"{where}: arrays.{array}", ("block",))
         if len(about["crc32c"]) != spec.checksums(len(rows)) or not _size_fits(spec, about, manifest["lengths"]):
-            raise DflashError(f"{where}: arrays.{array} has the wrong size or number of checksums.")
+            raise DflashError(
+                f"{where}: arrays.{array} has a wrong size or number of checksums; `dflash verify --repair` "
+                "retires the shard."
+            )
     if "quantisation" in manifest:
         sums = checks.check_fields(manifest["quantisation"], QUANTISATION_FIELDS, f"{where}: quantisation")
         if any(len(each) != len(store.meta.taps) for each in sums.values()):
-            raise DflashError(f"{where}: quantisation has not one sum per tap.")
+            raise DflashError(
+                f"{where}: quantisation has not one sum per tap; `dflash verify --repair` retires the shard."
+            )
     for item in manifest["bad"]:
         checks.check_fields(item, BAD_FIELDS, f"{where}: bad")
 

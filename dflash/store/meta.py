@@ -105,14 +105,16 @@ def with_crc(value: dict[str, Any]) -> dict[str, Any]:
 def check_crc(value: Any, where: str) -> dict[str, Any]:
     """A JSON object without its `crc32c` field, which must be right."""
     if type(value) is not dict:
-        raise DflashError(f"{where} is not a JSON object.")
+        raise DflashError(f"{where} is not a JSON object; restore it from a copy.")
     rest = {name: item for name, item in value.items() if name != "crc32c"}
     try:
         content = canonical_json(rest).encode()
     except ValueError as error:  # lone surrogates
-        raise DflashError(f"{where} is damaged: {error}.") from None
+        raise DflashError(f"{where} is damaged ({error}); restore it from a copy.") from None
     if value.get("crc32c") != crc32c(content):
-        raise DflashError(f"{where} is damaged: the field 'crc32c' does not fit the other fields.")
+        raise DflashError(
+            f"{where} is damaged (the field 'crc32c' does not fit the other fields); restore it from a copy."
+        )
     return rest
 
 
@@ -126,10 +128,10 @@ def read_meta(root: Path) -> StoreMeta:
             f"{root} is not a store: it has no {STORE_JSON}; make one with `dflash extract --store`."
         ) from None
     except NotADirectoryError:
-        raise DflashError(f"{root} is not a folder, so it is no store.") from None
+        raise DflashError(f"{root} is not a folder, so it is no store; give one that `dflash extract` made.") from None
     meta = StoreMeta.from_json(parse_json(content, where), where)
     if content != meta.encode():
-        raise DflashError(f"{where} is damaged: it is not spelled as dflash writes it.")
+        raise DflashError(f"{where} is damaged (it is not spelled as dflash writes it); restore it from a copy.")
     return meta
 
 
@@ -137,7 +139,7 @@ def parse_json(content: bytes, where: str) -> Any:
     try:
         return checks.parse_shallow(content)
     except ValueError as error:
-        raise DflashError(f"{where} is not valid JSON: {error}.") from None
+        raise DflashError(f"{where} is not valid JSON ({error}); restore it from a copy.") from None
 
 
 FIELDS: dict[str, checks.Check] = {
@@ -176,7 +178,9 @@ def _from_json(value: Any, where: str) -> StoreMeta:
         )
     found = checks.check_fields(check_crc(value, where), FIELDS, where)
     if found["format"] != layout.FORMAT_VERSION:
-        raise DflashError(f"{where}: the field 'format' is {found['format']}, not {layout.FORMAT_VERSION}.")
+        raise DflashError(
+            f"{where}: the field 'format' is {found['format']}, not {layout.FORMAT_VERSION}; restore it from a copy."
+        )
     target_checks: dict[str, checks.Check] = dict.fromkeys(TARGET_FIELDS, checks.text)
     checks.check_fields(found["target"], target_checks, f"{where}: target", optional=("dtype",))
     buckets = tuple(
@@ -184,9 +188,9 @@ def _from_json(value: Any, where: str) -> StoreMeta:
         for i, item in enumerate(found["buckets"])
     )
     if len({bucket.name for bucket in buckets}) != len(buckets):
-        raise DflashError(f"{where}: the field 'buckets' names a bucket twice.")
+        raise DflashError(f"{where}: the field 'buckets' names a bucket twice; restore it from a copy.")
     if len(set(found["taps"])) != len(found["taps"]):
-        raise DflashError(f"{where}: the field 'taps' names a layer twice.")
+        raise DflashError(f"{where}: the field 'taps' names a layer twice; restore it from a copy.")
     check_labels(found["labels"])
     _check_fingerprints(found["fingerprints"], where)
     meta = StoreMeta(**{**found, "taps": tuple(found["taps"]), "buckets": buckets})

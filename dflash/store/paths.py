@@ -55,7 +55,7 @@ def open_inside(root: Path, parts: tuple[str, ...], flags: int = os.O_RDONLY) ->
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
             raise DflashError(
-                f"{'/'.join(parts)} in store {root} is or lies behind {_no_folder(root, parts)}."
+                f"{'/'.join(parts)} in store {root} is or lies behind {_no_folder(root, parts)}; put the real one in."
             ) from None
         raise
     finally:
@@ -74,7 +74,7 @@ def check_layout(root: Path, buckets: Iterable[str] = ()) -> None:
         folder = parts[0] in FOLDERS
         if mode and not (stat.S_ISDIR(mode) if folder else stat.S_ISREG(mode)):
             what = "a symlink" if stat.S_ISLNK(mode) else f"no {'folder' if folder else 'regular file'}"
-            raise DflashError(f"{'/'.join(parts)} in store {root} is {what}; a store holds real files and folders.")
+            raise DflashError(f"{'/'.join(parts)} in store {root} is {what}; put the real file or folder there.")
 
 
 def mode_of(path: Path) -> int:
@@ -100,7 +100,10 @@ def read_inside(root: Path, parts: tuple[str, ...], limit: int = 1 << 30) -> byt
     with os.fdopen(descriptor, "rb") as file:
         check_regular(descriptor, root, parts)
         if os.fstat(descriptor).st_size > limit:
-            raise DflashError(f"{'/'.join(parts)} in store {root} is larger than {limit} bytes, so it is not ours.")
+            raise DflashError(
+                f"{'/'.join(parts)} in store {root} has more than {limit} bytes, so it is not ours; restore it "
+                "from a copy."
+            )
         return file.read()
 
 
@@ -112,7 +115,9 @@ def map_inside(root: Path, parts: tuple[str, ...], expected: int | None = None) 
         check_regular(descriptor, root, parts)
         size = os.fstat(descriptor).st_size
         if expected is not None and size != expected:
-            raise DflashError(f"{'/'.join(parts)} in store {root} has {size} bytes instead of {expected}.")
+            raise DflashError(
+                f"{'/'.join(parts)} in store {root} has {size} bytes instead of {expected}; restore it from a copy."
+            )
         if size == 0:
             return np.empty(0, dtype=np.uint8)
         content = np.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ), dtype=np.uint8)
@@ -124,4 +129,4 @@ def map_inside(root: Path, parts: tuple[str, ...], expected: int | None = None) 
 
 def check_regular(descriptor: int, root: Path, parts: tuple[str, ...]) -> None:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        raise DflashError(f"{'/'.join(parts)} in store {root} is not a regular file.")
+        raise DflashError(f"{'/'.join(parts)} in store {root} is not a regular file; restore it from a copy.")

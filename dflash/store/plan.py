@@ -55,17 +55,15 @@ class Documents:
         try:
             maps = [map_inside(root, (*parts, name)) for name in DOCS_FILES]
         except FileNotFoundError as error:
-            raise DflashError(
-                f"{folder} lacks {Path(str(error.filename)).name}; the documents are incomplete."
-            ) from None
+            raise DflashError(f"{folder} lacks {Path(str(error.filename)).name}; restore it from a copy.") from None
         if len(maps[0]) % 4 or len(maps[2]) % 8 or len(maps[2]) < 8:
-            raise DflashError(f"{folder} holds files of impossible sizes; the documents are damaged.")
+            raise DflashError(f"{folder} holds files of impossible sizes; restore it from a copy.")
         documents = Documents(maps[0].view("<i4"), maps[1], maps[2].view("<u8"))
         offsets, tokens = documents.offsets, len(documents.tokens)
         increasing = bool((offsets[1:] >= offsets[:-1]).all())
         if offsets[0] != 0 or int(offsets[-1]) != tokens or len(documents.mask) != tokens or not increasing:
             raise DflashError(
-                f"{folder}/{OFFSETS} does not fit the tokens and masks beside it; the documents are damaged."
+                f"{folder}/{OFFSETS} does not fit the tokens and masks beside it; restore the folder from a copy."
             )
         return documents
 
@@ -158,7 +156,7 @@ class Plan:
         """The plan fits store.json's buckets and the documents: every row a document of its length, none twice."""
         if {b.name: b.rows for b in buckets} != {name: len(rows) for name, rows in self.rows.items()}:
             raise DflashError(
-                f"{PLAN} and store.json name different buckets or numbers of rows; one of them is damaged."
+                f"{PLAN} and store.json name different buckets or numbers of rows; restore both from a copy."
             )
         lengths, seen = documents.lengths(), np.zeros(len(documents), dtype=bool)
         for bucket in buckets:
@@ -188,9 +186,11 @@ def _load_plan(path: Path) -> Plan:
             _check_sizes(archive.infolist(), os.fstat(descriptor).st_size)
             members = {info.filename.removesuffix(".npy"): _read_member(archive, info) for info in archive.infolist()}
     except FileNotFoundError:
-        raise DflashError(f"{path} is missing; without it nobody knows which document is which row.") from None
+        raise DflashError(
+            f"{path} is missing, which says which document is which row; restore it from a copy."
+        ) from None
     except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError, RuntimeError, OSError) as error:
-        raise DflashError(f"{path} is damaged: {error}.") from None
+        raise DflashError(f"{path} is damaged ({str(error)[:200]}); restore it from a copy.") from None
     return Plan(_files(members.pop("files", None), path), _rows(members, path))
 
 
@@ -228,7 +228,7 @@ def _files(member: np.ndarray | None, path: Path) -> tuple[str, ...]:
     except (ValueError, RecursionError):
         names = None
     if type(names) is not list or not all(type(name) is str for name in names):
-        raise DflashError(f"{path} lacks a valid list of source files; it is damaged or not ours.")
+        raise DflashError(f"{path} lacks a valid list of source files; restore it from a copy.")
     return tuple(names)
 
 
@@ -243,12 +243,12 @@ def _rows(members: dict[str, np.ndarray], path: Path) -> dict[str, PlanRows]:
                 raise DflashError(f"{path}: {bucket}.{name} is missing or not of type {np.dtype(dtype).name}.")
             columns[name] = column
         if len({len(column) for column in columns.values()}) != 1:
-            raise DflashError(f"{path}: the arrays of bucket {bucket} differ in length.")
+            raise DflashError(f"{path}: the arrays of bucket {bucket} differ in length; restore it from a copy.")
         if (columns.pop("split") != (bucket[:1] == "v")).any():
-            raise DflashError(f"{path}: {bucket}.split is not what the bucket's name says.")
+            raise DflashError(f"{path}: {bucket}.split is not what the bucket's name says; restore it from a copy.")
         rows[bucket] = PlanRows(**columns)
     if members:
-        raise DflashError(f"{path} has the unknown member {min(members)!r}.")
+        raise DflashError(f"{path} has the unknown member {min(members)!r}; restore it from a copy.")
     return rows
 
 

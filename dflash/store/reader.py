@@ -42,7 +42,7 @@ class OpenArray:
         except OSError:
             raise DflashError(f"Array {self.where} is missing or cannot be read; {ADVICE}.") from None
         except DflashError as error:
-            raise DflashError(f"Array {self.where} is damaged: {error} {ADVICE}.") from None
+            raise DflashError(f"Array {self.where} is damaged ({str(error).removesuffix('.')}); {ADVICE}.") from None
         end = size - spec.footer_bytes(self.rows)
         footer = self.map[end:].tobytes()
         if crc32c(footer) != footer_crc or not self._understand(footer, end, np.array(lengths, np.int64)):

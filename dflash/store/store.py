@@ -57,7 +57,9 @@ class Store:
         plan = Plan.load(root / paths.PLAN)
         plan.check(meta.buckets, documents)
         if plan.fingerprint() != meta.fingerprints["plan"]:
-            raise DflashError(f"{paths.PLAN} of store {root} is not the one of store.json (other fingerprint).")
+            raise DflashError(
+                f"{paths.PLAN} of store {root} is not the one of store.json (other fingerprint); restore both."
+            )
         return Store(root, meta, plan, documents, io)
 
     @property
@@ -71,7 +73,7 @@ class Store:
     def bucket(self, name: str) -> Bucket:
         if name not in self._by_name:
             raise DflashError(
-                f"Store {self.root} has no bucket {name[:20]!r}; it has {', '.join(sorted(self._by_name))}."
+                f"Store {self.root} has no bucket {name[:20]!r}; use one of {', '.join(sorted(self._by_name))}."
             )
         return self._by_name[name]
 
@@ -142,7 +144,7 @@ def check_files(root: Path, folder: tuple[str, ...], files: dict[str, dict[str, 
         where = f"{'/'.join(parts)} in store {root}"
         advice = "restore that file from where the store came from, or make the store again"
         if paths.has_symlink(root, parts):
-            raise DflashError(f"{where} is or lies behind a symlink; a store holds real files.")
+            raise DflashError(f"{where} is or lies behind a symlink; put the real file there.")
         path = root.joinpath(*parts)
         if not path.is_file():
             raise DflashError(f"{where} is missing; {advice}.")
@@ -157,7 +159,7 @@ def refuse_links(root: Path) -> None:
     """No symlink in docs/ and target/, not even one that store.json does not name: libraries look for files there."""
     for path in (path for top in (paths.DOCS, paths.TARGET) for path in (root / top).rglob("*")):
         if path.is_symlink():
-            raise DflashError(f"{path.relative_to(root)} in store {root} is a symlink; a store holds real files.")
+            raise DflashError(f"{path.relative_to(root)} in store {root} is a symlink; put the real file there.")
 
 
 def file_fingerprints(folder: Path) -> dict[str, dict[str, Any]]:
@@ -206,7 +208,7 @@ def create_store(root: str | Path, meta: StoreMeta, prepared: Prepared, target_f
 
 def _check_room(root: Path) -> None:
     if (root / paths.STORE_JSON).exists():
-        raise DflashError(f"{root} already holds a store.")
+        raise DflashError(f"{root} already holds a store; give another folder.")
     if root.exists() and not root.is_dir():
         raise DflashError(f"{root} is not a folder; give --store a new or an empty one.")
     strange = sorted(set(os.listdir(root)) - set(paths.LAYOUT)) if root.exists() else []

@@ -37,4 +37,5 @@ def load_tokenizer(folder: Path) -> Any:
 
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # the libraries raise bare Exceptions for malformed files
-        raise DflashError(f"The tokenizer in {folder} cannot be loaded: {error}.") from None
+        why = (str(error).splitlines() or ["no reason given"])[0]
+        raise DflashError(f"The tokenizer in {folder} cannot be loaded ({why}); restore it from a copy.") from None

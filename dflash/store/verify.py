@@ -98,7 +98,7 @@ def _open(root: Path) -> tuple[Store | None, list[Problem]]:
     """The store as far as its shards can be checked (a damaged target/ does not matter for that), and what is wrong
     with the files beside the shards."""
     if not (root / paths.STORE_JSON).exists():
-        raise DflashError(f"{root} is not a store: it has no {paths.STORE_JSON}.")
+        raise DflashError(f"{root} has no {paths.STORE_JSON}, so it is no store; give one that `dflash extract` made.")
     try:
         meta = read_meta(root)
     except DflashError as error:
@@ -120,7 +120,7 @@ def _open(root: Path) -> tuple[Store | None, list[Problem]]:
         if documents is not None:
             plan.check(meta.buckets, documents)
         if plan.fingerprint() != meta.fingerprints["plan"]:
-            raise DflashError(f"{paths.PLAN} is not the one of store.json (other fingerprint).")
+            raise DflashError(f"{paths.PLAN} is not the one of store.json (other fingerprint); restore both.")
     except DflashError as error:
         plan = None
         if paths.PLAN not in known:
