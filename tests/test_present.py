@@ -72,8 +72,8 @@ FULL: dict[str, tuple[dict[str, Any], tuple[Any, ...], list[str]]] = {
          "taps": [{"layer": 1, "rms": 0.123456, "nonfinite": 0, "zero_rows": 0}],
          "labels": {"agreement": 0.984}, "bad": [], "checksums": {"ok": True, "checked": "rows", "problems": []}},
         (CONFIG,),
-        ["Shard b0770/s000001 of /nvme/store", "24,255 tokens, 25.0% padding", "42x770x2880", "186.0 MB", "0.1235", "98.4%",
-         "all right (rows read)", "chats.jsonl:11", "and 30 more"],
+        ["Shard b0770/s000001 of /nvme/store", "24,255 tokens, 25.0% padding", "42x770x2880", "186.0 MB", "0.1235",
+         "98.4%", "all right (rows read)", "chats.jsonl:11", "and 30 more"],
     ),
     "pack": (
         {"store": "/nvme/store", "out": "/nvme/packed", "shards": 17, "packed": 3, "missing": ["b0770/s000001"],
