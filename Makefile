@@ -51,7 +51,7 @@ format: $(INSTALLED)
 # --- tests ------------------------------------------------------------------------------------------------------
 
 test: $(INSTALLED)
-	$(PYTHON) -m pytest -m "not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m "not gpu" --numprocesses auto --maxprocesses 8 --dist loadfile $(ARGS)
 
 test-gpu: $(INSTALLED)
 	$(PYTHON) -m pytest -m gpu $(ARGS)

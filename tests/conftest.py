@@ -1,11 +1,13 @@
 """Shared fixtures. One torch thread: test processes share two cores, and results depend on the number of threads."""
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from make_tiny import make_tiny
-from raised import watch
+from raised import WATCH, watch
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -13,9 +15,42 @@ torch.set_num_threads(1)
 watch()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What asks about the whole session comes last."""
-    items.sort(key=lambda item: item.name == "test_every_error_was_triggered_by_some_test")
+FILES: set[str] = set()  # of this session, those of pytest-xdist's workers included
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A session of every test file ends with an error while some error of ours was not raised in any test."""
+    FILES.update(item.path.name for item in getattr(session, "items", ()))
+    worker = getattr(session.config, "workeroutput", None)
+    if worker is not None:
+        worker["raised"], worker["files"] = WATCH.places(), sorted(FILES)
+        return
+    wanted = {path.name for path in Path(__file__).parent.glob("test_*.py") if not path.name.startswith("test_gpu")}
+    if session.exitstatus != pytest.ExitCode.OK or wanted - FILES:
+        return
+    if unseen := WATCH.unseen():
+        print(f"\n{len(unseen)} errors were raised by no test:", *unseen, sep="\n")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+class Workers:
+    """What pytest-xdist's workers saw."""
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        FILES.update(getattr(node, "workeroutput", {}).get("files", ()))
+        WATCH.merge(getattr(node, "workeroutput", {}).get("raised", ()))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Workers())
+
+
+@pytest.fixture(autouse=True)
+def _no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test cuts the power, and waiting for the disk at every small file would be half of the suite's time."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+    monkeypatch.setattr(os, "fdatasync", lambda file: None)
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import ast
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,18 @@ class Watch:
             if file == site.file and site.first <= line <= site.last
             for message in messages
         }
+
+    def unseen(self) -> list[Site]:
+        """Errors that nothing raised."""
+        return [site for site in sites() if not self.of(site)]
+
+    def places(self) -> list[tuple[str, int]]:
+        return list(self.messages)  # the messages themselves may hold what no other process can be sent
+
+    def merge(self, other: Iterable[tuple[str, int]]) -> None:
+        """What another process saw, from its `places`."""
+        for file, line in other:
+            self.messages.setdefault((file, line), {"in another process"})
 
 
 WATCH = Watch()

@@ -201,7 +201,9 @@ def check_labels(labels: str) -> str:
         return labels
     if re.fullmatch(r"topk:[1-9][0-9]{0,3}", labels) and top_k(labels) <= 1024:
         return labels
-    raise DflashError(f"labels is {labels!r}; it must be argmax, tokens, last-hidden or topk:K with K from 1 to 1024.")
+    raise DflashError(
+        f"labels is {labels[:40]!r}; it must be argmax, tokens, last-hidden or topk:K with K from 1 to 1024."
+    )
 
 
 def extraction_order(buckets: tuple[Bucket, ...]) -> Iterator[Shard]:
