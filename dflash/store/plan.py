@@ -263,11 +263,3 @@ class Prepared:
     fingerprints: dict[str, str]  # data, tokenizer, template
     template_args: dict[str, Any] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
-
-
-def rows_supervised(plan: Plan) -> int:
-    return sum(int(rows.supervised.sum(dtype=np.int64)) for rows in plan.rows.values())
-
-
-def rows_tokens(plan: Plan) -> int:
-    return sum(int(rows.length.sum(dtype=np.int64)) for rows in plan.rows.values())

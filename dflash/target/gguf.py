@@ -68,8 +68,8 @@ def content_key(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def unpack(path: Path, out: Path) -> None:
-    """Write the file's model and tokenizer into the folder `out`."""
+def unpack(path: Path, out: Path) -> int:
+    """Write the file's model and tokenizer into the folder `out`; returns the number of parameters."""
     import torch
     import transformers
     from transformers.utils import logging as transformers_logging
@@ -77,7 +77,7 @@ def unpack(path: Path, out: Path) -> None:
     kinds, pre = _types_and_tokenizer(path)
     dtype = EXACT.get(next(iter(kinds)), "float32") if len(kinds) == 1 else "float32"
     note = "" if dtype != "float32" or kinds == {"F32"} else "; --dtype bfloat16 runs them faster"
-    say(f"Unpacking {path} ({', '.join(sorted(kinds))}) to {dtype} weights in {cache_folder()}{note}.")
+    say(f"Unpacking {path} ({', '.join(sorted(kinds))}) to {dtype} weights in {out.parent}{note}.")
     transformers_logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     # Newer releases can run packed blocks; we want what they stand for.
@@ -91,13 +91,15 @@ def unpack(path: Path, out: Path) -> None:
     except Exception as error:  # readers of damaged or unknown files raise anything
         what = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise DflashError(f"{path} cannot be loaded by transformers ({what}): use the original checkpoint.") from None
-    # Some releases tag the model as quantised, and then refuse to save it.
+    # Some releases tag the model as quantised, and then refuse to save it; the file's title is no path.
     model.hf_quantizer = None
-    vars(model.config).pop("quantization_config", None)
+    for name in ("quantization_config", "_model_name_or_path"):
+        vars(model.config).pop(name, None)
     model.save_pretrained(out)
     if pre == "smollm":
         split_digits(tokenizer)
     tokenizer.save_pretrained(out)
+    return int(model.num_parameters())
 
 
 def _types_and_tokenizer(path: Path) -> tuple[set[str], str]:
