@@ -98,7 +98,7 @@ def check_room(result: dict[str, Any], still: int, budget: str | None, meta: Sto
         return
     allowed = parse_size(budget) if over and budget is not None else free + size - still
     say("Ways out, each alone:             saves     leaves")
-    for what, smaller in ways_out(meta, plan, size):
+    for what, smaller in ways_out(meta, plan, size, result["holes"]):
         say(f"  {what:<26}{size_text(size - smaller):>12}{size_text(smaller):>11}{'  fits' * (smaller <= allowed)}")
     advice = "choose among the ways out above, or use less data"
     if over:
@@ -106,9 +106,9 @@ def check_room(result: dict[str, Any], still: int, budget: str | None, meta: Sto
     raise DflashError(f"Store {root} needs {size_text(still)} more, but {size_text(free)} are free there: {advice}.")
 
 
-def ways_out(meta: StoreMeta, plan: Plan, size: int) -> list[tuple[str, int]]:
+def ways_out(meta: StoreMeta, plan: Plan, size: int, holes: bool = True) -> list[tuple[str, int]]:
     """(flags, bytes of the store with them), of what would make this store smaller."""
-    fixed = size - int(storage_bytes(meta, plan)["bytes"])  # the target's part, which no way out changes
+    fixed = size - int(storage_bytes(meta, plan, holes=holes)["bytes"])  # the target's part, which no way out changes
     taps, ceilings = len(meta.taps), sorted({bucket.ceiling for bucket in meta.buckets})
     found: list[tuple[str, StoreMeta, Plan]] = []
     if taps > 1:
@@ -125,7 +125,7 @@ def ways_out(meta: StoreMeta, plan: Plan, size: int) -> list[tuple[str, int]]:
     if len(ceilings) > 1:
         shown = "--buckets …," if len(ceilings) > 2 else "--buckets "
         found.append((f"{shown}{ceilings[-2]}", *_changed(meta, lower_ceiling(plan, *ceilings[-2:]))))
-    sizes = [(what, int(storage_bytes(other, rows)["bytes"]) + fixed) for what, other, rows in found]
+    sizes = [(what, int(storage_bytes(other, rows, holes=holes)["bytes"]) + fixed) for what, other, rows in found]
     return [(what, smaller) for what, smaller in sizes if smaller < size]
 
 

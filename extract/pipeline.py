@@ -43,7 +43,8 @@ class Pipeline:
         # One bad document never stops a small run, unless none at all is allowed.
         self.max_bad = max(int(max_bad > 0), int(max_bad * sum(bucket.rows for bucket in store.buckets)))
         self.totals = Totals(overlapping=device.type == "cuda")
-        self.totals.bad = sum(len(entry["bad"]) for entry in store.index.entries.values())
+        made = store.index.entries.values()
+        self.totals.bad, self.totals.rows = sum(len(entry["bad"]) for entry in made), sum(e["rows"] for e in made)
         self.device_name = (
             torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
         )
@@ -205,11 +206,9 @@ class Pipeline:
         try:
             yield
         finally:
-            end = time.monotonic()
             with self.totals.lock:
                 self._writing -= 1
-                self.totals.writing += end - start
-                self._idle_since = end
+                self._idle_since = time.monotonic()
 
     def _write(self, written: Written, rows: range) -> bool:
         """Write some rows of a batch; true when the shard has all of its own."""
@@ -219,7 +218,7 @@ class Pipeline:
         documents = batch.documents[rows.start : rows.stop]
         with self._at_work():
             bad = self._bad_rows(written, rows)
-            lengths = np.array([len(self.store.documents[d][0]) for d in documents], dtype=np.int32)
+            lengths = written.buffer.lengths.numpy()[rows.start : rows.stop].astype(np.int32)
             for each in bad:
                 lengths[each["row"] - batch.first - rows.start] = 0
             arrays = {name: array[rows.start : rows.stop] for name, array in written.buffer.numpy().items()}

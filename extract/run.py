@@ -18,7 +18,7 @@ from torch import nn
 
 from dflash.errors import DflashError
 from dflash.extract import calib, disk, forecast, identity, workers
-from dflash.extract.batches import batches_of, largest_batch
+from dflash.extract.batches import largest_batch
 from dflash.extract.config import ExtractConfig, parse_share
 from dflash.extract.identity import DataFingerprint, DataSettings, Prepare
 from dflash.extract.pipeline import Pipeline
@@ -237,7 +237,6 @@ def fill(job: Job, store: Store, stop: Stop, lock: Any) -> dict[str, Any]:
         say(f"Store {job.root} {what}; nothing to do.")
     else:
         totals = run_target(job, store, shards, stop, lock)
-        store.reload_index()
     if job.worker == 0 and job.workers > 1 and job.config.worker is None:
         workers.wait_for_others(store, stop)
     return summarise_run(store, totals) | {"worker": job.worker, "workers": job.workers}
@@ -255,9 +254,10 @@ def run_target(job: Job, store: Store, shards: list[tuple[str, int]], stop: Stop
     rms = channel_rms(job, store, model, layout, stop)
     extractor = Extractor(model, job.spec, layout, largest_batch(store)[1], rms)
     pipeline = Pipeline(store, extractor, layout, job.device, job.worker, parse_share(job.config.max_bad))
-    whole = sum(
-        len(store.documents[d][0]) for shard in shards for batch in batches_of(store, shard) for d in batch.documents
-    )
+    whole = 0
+    for name, number in shards:
+        rows = store.bucket(name).rows_of(number)
+        whole += int(store.plan.rows[name].length[rows.start : rows.stop].sum(dtype="int64"))
     try:
         with progress("extracting", whole, "tokens") as advance, out_of_memory_is_named(job), pipeline.running():
             pipeline.on_progress = advance

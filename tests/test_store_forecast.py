@@ -186,6 +186,22 @@ def test_the_last_turns_alone_are_a_way_out_where_conversations_fanned_out(tmp_p
     assert dict(ways_out(store.meta, plan, before))["--turns last"] < before
 
 
+@pytest.mark.parametrize("holes", [True, False])
+def test_a_way_out_saves_what_the_forecasts_differ_by(tmp_path: Path, holes: bool) -> None:
+    """Also on a filesystem that keeps no holes, where padding takes room."""
+    from dataclasses import replace
+
+    from dflash.extract.forecast import ways_out
+
+    store = make_store(tmp_path / "s", documents=30, fill=False)
+    size, int8 = (
+        storage_bytes(meta, store.plan, holes=holes)["bytes"]
+        for meta in (store.meta, replace(store.meta, storage="int8"))
+    )
+    target = 12_345  # the target's part, which stays
+    assert dict(ways_out(store.meta, store.plan, size + target, holes))["--storage int8"] == int8 + target
+
+
 def test_no_room_is_refused_with_the_ways_out_too(
     tmp_path: Path, tiny_target: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

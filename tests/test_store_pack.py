@@ -252,3 +252,21 @@ def test_a_manifest_that_lies_about_blocks_is_refused(tmp_path: Path) -> None:
         (tmp_path / "p/shards/b0096/s000000.zarr/zarr.json").write_bytes(document)
         with pytest.raises(DflashError, match="arrays"):
             read_manifest(packed, ("b0096", 0))
+
+
+def test_a_shard_that_was_retired_in_the_pack_is_packed_again_and_a_remade_one_is_kept(tmp_path: Path) -> None:
+    """The packed store has generations of its own: what `verify --repair` retired there needs a later one."""
+    source = make_store(tmp_path / "source", documents=14)
+    pack(source.root, tmp_path / "out")
+    for remake in (False, True):
+        damaged = tmp_path / "out" / HIDDEN
+        content = bytearray(damaged.read_bytes())
+        content[5] ^= 1
+        damaged.write_bytes(content)
+        assert verify(tmp_path / "out", repair=True)["retired"]
+        if remake:  # as an extraction on the packed store would
+            fill_shard(Store.open(tmp_path / "out"), "b0096", 0)
+            assert verify(tmp_path / "out")["ok"]
+        assert pack(source.root, tmp_path / "out")["packed"] == int(not remake)
+        assert not Store.open(tmp_path / "out").missing()
+        assert verify(tmp_path / "out")["ok"]

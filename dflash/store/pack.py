@@ -89,10 +89,13 @@ def pack_shard(store: Store, packed: Store, shard: Shard) -> None:
     for name in opened.specs:
         arrays[name], more = _write_array(opened, opened.array(name), folder / name)
         checksums |= more
-    document = zarr_json.group_document(with_crc({**opened.manifest, "arrays": arrays}))
+    # what `verify --repair` retired in the packed store is only followed by a later generation there
+    gen = max(opened.manifest["gen"], packed.index.next_generation(shard))
+    manifest = {**opened.manifest, "arrays": arrays, "gen": gen}
+    document = zarr_json.group_document(with_crc(manifest))
     write_durably(folder / "zarr.json", document)
     fsync_path(folder)
-    entry = entry_of(opened.manifest, {"zarr.json": crc32c(document), **checksums}, folder, 0)
+    entry = entry_of(manifest, {"zarr.json": crc32c(document), **checksums}, folder, 0)
     final = paths.shard_path(packed.root, shard)
     if final.exists():
         move_away(packed.root, shard)
@@ -188,9 +191,9 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _is_there(store: Store, packed: Store, shard: Shard) -> bool:
-    """The shard is packed already, of the same generation and of this store."""
+    """The shard is packed already, of the same or a later generation and of this store."""
     entry = packed.index.entries.get(shard)
-    if entry is None or entry["gen"] != store.index.entries[shard]["gen"]:
+    if entry is None or entry["gen"] < store.index.entries[shard]["gen"]:
         return False
     try:
         read_manifest(packed, shard)

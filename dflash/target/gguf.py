@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import os
 import shutil
-from collections import Counter
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,11 @@ def gguf_folder(path: Path) -> Path:
         raise DflashError(
             f"--target {path} is a GGUF file, for which {missing[0]} is missing: pip install dflash[gguf]."
         )
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    partial = None
     try:
-        partial.mkdir(parents=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
+        partial.chmod(0o755)  # mkdtemp's is for one user only
         unpack(path, partial)
         for file in partial.iterdir():
             fsync_path(file)
@@ -47,7 +49,8 @@ def gguf_folder(path: Path) -> Path:
                 f"{path} cannot be unpacked into {folder} ({error.strerror}): set DFLASH_CACHE."
             ) from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
     return folder
 
 
@@ -108,9 +111,9 @@ def _types_and_tokenizer(path: Path) -> tuple[set[str], str]:
 
     try:
         reader = gguf.GGUFReader(path)
-        found = Counter(str(tensor.tensor_type.name) for tensor in reader.tensors if len(tensor.shape) > 1)
+        found = {str(tensor.tensor_type.name) for tensor in reader.tensors if len(tensor.shape) > 1}
         pre = reader.get_field("tokenizer.ggml.pre")
-        return set(found) or {"F32"}, str(pre.contents()) if pre else ""
+        return found or {"F32"}, str(pre.contents()) if pre else ""
     except (ValueError, KeyError, IndexError, OverflowError, OSError) as error:
         raise DflashError(f"{path} is no GGUF file that can be read ({error}): fetch it again.") from None
 
