@@ -22,6 +22,8 @@ from torch import Tensor
 
 from dflash.drafter import Attend
 
+#: where the range of context of a dummy block begins and ends: behind every context, it sees itself alone
+NOWHERE = 1 << 30
 SCORES_AT_ONCE = 1 << 25  # fp32 scores of one chunk of anchors: 128 MiB
 
 

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dflash.gated import GatedMLP
+
 Rope = tuple[Tensor, Tensor]  # cos, sin: [tokens, 1, D]
 #: attend(q_NQD, context keys and values [S, G, D], block keys and values [N, G, D]) -> [N, Q, D]; where a layer slides
 #: it is called with `window=W` besides
@@ -128,8 +130,12 @@ class MLP(nn.Module):
         self.joined: Tensor | None = None  # gate_proj and up_proj as one, where training lays them so
 
     def forward(self, x_NH: Tensor) -> Tensor:
-        gate, up = side_by_side(x_NH, self.joined, self.gate_proj, self.up_proj)
-        return self.down_proj(F.silu(gate) * up)
+        if self.joined is None:
+            return self.down_proj(F.silu(self.gate_proj(x_NH)) * self.up_proj(x_NH))
+        weights = [linear.weight for linear in (self.gate_proj, self.up_proj, self.down_proj)]
+        out = GatedMLP.apply(x_NH, self.joined, *weights)
+        assert isinstance(out, Tensor)
+        return out
 
 
 class Layer(nn.Module):

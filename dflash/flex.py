@@ -129,3 +129,9 @@ def attend_flex(mask: BlockMask, sliding: BlockMask | None = None) -> Attend:
         return out[0].transpose(0, 1)
 
     return attend
+
+
+def attend_ranges(low_A: Tensor, high_A: Tensor, context: int, block: int, window: int | None = None) -> Attend:
+    """Attention of blocks that see [low, high) of `context` tokens; `window` is that of the sliding layers."""
+    ranges = (low_A, high_A, context, block)
+    return attend_flex(block_mask(*ranges), None if window is None else block_mask(*ranges, window))

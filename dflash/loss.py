@@ -218,7 +218,7 @@ def _chunk_cuda(
     hidden_AJH: Tensor, head: Head, targets_AJ: Tensor, counts_AJ: Tensor, decay_J: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The same for cross entropy by two fused kernels; a slot is correct where its label has the highest logit."""
-    from dflash.kernels import gradient_in_place, row_statistics
+    from dflash.kernels.head import gradient_in_place, row_statistics
 
     rows = hidden_AJH.reshape(-1, hidden_AJH.shape[-1])
     logits = rows @ head.weight_VH.T

@@ -11,6 +11,8 @@ from raised import WATCH, watch
 
 ASSETS = Path(__file__).parent / "assets"
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 torch.set_num_threads(1)
 watch()
 

@@ -1,7 +1,6 @@
 """The import rules, read from the syntax trees: core never imports a stage, no stage another, none by its bare name."""
 
 import ast
-import importlib.util
 import os
 import subprocess
 import sys
@@ -120,8 +119,6 @@ for name, module in list(sys.modules.items()):
 
 def test_no_file_is_loaded_under_two_names() -> None:
     names = [name for name, _ in sources() if not name.endswith("__main__")]
-    if importlib.util.find_spec("triton") is None:  # comes with torch's CUDA build only
-        names.remove("dflash.kernels")
     everything = "import " + ", ".join(names)
     ours = [os.path.realpath(file) for name, file in loaded_by(everything).items() if Path(file).is_relative_to(ROOT)]
     ours = [file for file in ours if ".venv" not in Path(file).parts]

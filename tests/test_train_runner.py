@@ -13,6 +13,7 @@ from test_train_step import BLOCK, CEILING, HIDDEN, ROWS, STEP, VOCABULARY, make
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_mask
 
+from dflash import block_attention, flex
 from dflash.drafter import FULL, SLIDING, Drafter, RopeTable, initialise
 from dflash.flex import TILE, anchors_per_tile, round_up
 from dflash.loss import decay_weights
@@ -70,6 +71,14 @@ class OnCpu(Captured):
         self.graphs.run(name)
 
 
+@pytest.fixture(params=[flex, block_attention], ids=lambda module: module.__name__)
+def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Flex attention, or the kernels of block attention in Triton's interpreter."""
+    for module in (static, layerwise):
+        monkeypatch.setattr(module, "attend_ranges", request.param.attend_ranges)
+    return request.param
+
+
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def dense_flex(mask: Any, sliding: Any = None) -> Callable[..., torch.Tensor]:
@@ -82,8 +91,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return attend
 
-    monkeypatch.setattr(static, "attend_flex", dense_flex)
-    monkeypatch.setattr(layerwise, "attend_flex", dense_flex)
+    monkeypatch.setattr(flex, "attend_flex", dense_flex)
     monkeypatch.setattr(runner, "Graphs", PlainGraphs)
     monkeypatch.setattr(runner, "compiled", same)
 
@@ -158,9 +166,10 @@ def test_warming_up_learns_nothing() -> None:
 
 @pytest.mark.parametrize("anchors", [6, 60])
 @pytest.mark.parametrize("poison", [0.5, float("nan")])
+@pytest.mark.usefixtures("attention")
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_padded_anchors_and_context_give_the_eager_steps_sums(anchors: int, poison: float) -> None:
-    """Under flex attention itself, forward only: on a CPU it has no backward."""
+    """Forward only: on a CPU flex attention has no backward."""
     parts, batch = make_parts(), make_batch(poison)
     step = StaticStep(parts, PLAIN, same)
     step.step.copy_(STEP)
@@ -178,6 +187,7 @@ def test_padded_anchors_and_context_give_the_eager_steps_sums(anchors: int, pois
 
 
 @pytest.mark.parametrize("budget", [False, True])
+@pytest.mark.usefixtures("attention")
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_it_compiles_into_one_graph_without_reading_back(budget: bool) -> None:
     parts, batch = make_parts(), make_batch()
@@ -208,6 +218,7 @@ def test_it_compiles_into_one_graph_without_reading_back(budget: bool) -> None:
             torch._dynamo.config.error_on_recompile = False
 
 
+@pytest.mark.usefixtures("attention")
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_checkpointing_compiles_one_function_for_all_layers() -> None:
     parts, batch = make_parts(), make_batch()
@@ -228,3 +239,22 @@ def test_checkpointing_compiles_one_function_for_all_layers() -> None:
         whole = StaticStep(parts, PLAIN, same)._forward(batch, blocks, CONTEXT)
     assert torch.allclose(scored_states(drafter.norm(x), BLOCK), whole, atol=1e-6)
     assert counts == [3, 3]  # inputs, context, layer
+
+
+def test_a_compiled_step_with_kernels_gives_the_eager_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo, AOTAutograd and its partitioner as on a GPU; what they make of it runs eagerly, kernels interpreted."""
+    monkeypatch.setattr(static, "attend_ranges", block_attention.attend_ranges)
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(function, fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
+
+    parts, batch = make_parts(), make_batch()
+    step = StaticStep(parts, PLAIN, compiled)
+    step.step.copy_(STEP)
+    step.micro(Geometry.of(batch, 10, BLOCK, PLAIN))
+    ours = parts.optimiser.flat.grad.clone()
+    step.forget()
+    eager, _ = micro_loss(parts.model, batch, parts.objective, 10, 9, STEP)
+    parts.optimiser.flat.accumulate(eager.numerator)
+    assert parts.optimiser.flat.grad.abs().max() > 0.1
+    torch.testing.assert_close(ours, parts.optimiser.flat.grad, atol=1e-5, rtol=1e-4)

@@ -6,13 +6,14 @@ costs a second forward of the layers, about a third more arithmetic there. One c
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dflash.drafter import Layer
-from dflash.flex import attend_flex, block_mask
+from dflash.flex import attend_ranges
 from dflash.loss import LossSums
 from dflash.train.optimiser import Flat
 from dflash.train.step import Batch, Blocks, Inputs, Model, Objective, inputs_of, loss_of, scored_states
@@ -28,9 +29,9 @@ def run_layer(
     window: int | None,
 ) -> Tensor:
     """One layer's output [N, H]; the block mask is made again each time, which is small beside the layer."""
-    mask = block_mask(blocks.low_A, blocks.high_A, len(context_SH), block, window)
+    attend = attend_ranges(blocks.low_A, blocks.high_A, len(context_SH), block, window)
     context_kv = layer.self_attn.keys_values(context_SH, inputs.rope_S)
-    return layer(x_NH, inputs.rope_N, context_kv, attend_flex(mask))
+    return layer(x_NH, inputs.rope_N, context_kv, attend if window is None else partial(attend, window=window))
 
 
 class Layerwise:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash.flex import TILE, anchors_per_tile, attend_flex, block_mask, round_up
+from dflash.flex import TILE, anchors_per_tile, attend_ranges, round_up
 from dflash.train.layerwise import Layerwise
 from dflash.train.memory import Economy
 from dflash.train.optimiser import Optimiser
@@ -94,7 +94,6 @@ class StaticStep:
         return blocks.taken(self.part * replay + torch.arange(replay, device=self.part.device))
 
     def _forward(self, batch: Batch, blocks: Blocks, context: int) -> Tensor:
-        ranges = (blocks.low_A, blocks.high_A, context, self.block)
         window = self.parts.model.drafter.config.sliding_window
-        attend = attend_flex(block_mask(*ranges), None if window is None else block_mask(*ranges, window))
+        attend = attend_ranges(blocks.low_A, blocks.high_A, context, self.block, window)
         return drafted_states(self.parts.model, batch, blocks, attend, context)

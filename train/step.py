@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dflash.attention import attend_rows, row_spans
+from dflash.attention import NOWHERE, attend_rows, row_spans
 from dflash.drafter import Attend, Drafter, Rope, RopeTable, embed_blocks
 from dflash.loss import Head, LossSums, Teacher, block_loss, slots_that_count
 from dflash.stored import scaled_back
@@ -93,7 +93,7 @@ class Blocks:
     """The blocks of a micro-batch, in the order of their anchors; dummies, which see and count nothing, come last."""
 
     flat_A: Tensor  # int64 anchor = row · C + position; S for a dummy
-    low_A: Tensor  # int64, the context that the block sees is flat [low, high); empty for a dummy
+    low_A: Tensor  # int64, the context that the block sees is flat [low, high); both NOWHERE for a dummy
     high_A: Tensor
     live_A: Tensor  # bool
     slots_AB: Tensor  # int64 position of each slot in its row
@@ -135,7 +135,6 @@ def lay_blocks(
     flat_A, _ = choose(supervised_S & followed_S, score_S, anchors, most)
     flat_A = F.pad(flat_A, (0, padded - flat_A.shape[0]), value=total)
     live_A = flat_A < total
-    high_A = torch.where(live_A, flat_A, 0)
     slots = torch.arange(block, device=device)
     slots_AB = (flat_A % ceiling)[:, None] + slots
     fits_AB = (slots_AB < ceiling) & live_A[:, None]
@@ -146,8 +145,8 @@ def lay_blocks(
     supervised_AB = supervised_S[index_AB] & inside_AB
     return Blocks(
         flat_A=flat_A,
-        low_A=high_A // ceiling * ceiling,
-        high_A=high_A,
+        low_A=torch.where(live_A, flat_A // ceiling * ceiling, NOWHERE),
+        high_A=torch.where(live_A, flat_A, NOWHERE),
         live_A=live_A,
         slots_AB=slots_AB,
         index_AB=index_AB,
