@@ -18,13 +18,14 @@ DFLASH := $(PYTHON) -m dflash
 # More flags for `make extract`, `make train`, `make test`: make train STORE=s RUN=r ARGS="--num-layers 3"
 ARGS ?=
 
-.PHONY: all install lint format test extract train bench test-gpu soak clean clean-quickstart help
+.PHONY: all install lint format test extract train half-hour bench test-gpu soak clean clean-quickstart help
 all: lint test
 
 help:
 	@echo "make              lint and test"
 	@echo "make train        the quickstart, or with STORE= RUN= your own"
 	@echo "make extract      the quickstart's store, or with TARGET= DATA= STORE= your own"
+	@echo "make half-hour    a drafter from prompts alone, with its table: TARGET= PROMPTS= EVAL= OUT="
 	@echo "make install lint format test bench test-gpu soak clean clean-quickstart"
 
 # --- environment ------------------------------------------------------------------------------------------------
@@ -65,7 +66,7 @@ soak: $(INSTALLED)
 	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(PYTHON) -m pytest -q --hypothesis-seed=random tests/test_store_fuzz.py
 
 bench: $(INSTALLED)
-	shopt -s nullglob; for file in bench/*.py; do echo "== $$file"; $(PYTHON) "$$file"; done
+	shopt -s nullglob; for file in bench/[!_]*.py; do echo "== $$file"; $(PYTHON) "$$file"; done
 
 # --- the two stages ---------------------------------------------------------------------------------------------
 
@@ -88,6 +89,15 @@ else
 train: quickstart/after.json
 	@$(PYTHON) -m dflash.quickstart report quickstart
 endif
+
+# From prompts to a drafter and the table that says how good it is; the same line goes on where it was stopped. RECIPE is
+# best (half an hour on one GPU) or same-prompts; bench/half_hour.py has their flags at its top.
+RECIPE ?= best
+half-hour: $(INSTALLED)
+	@test -n "$(TARGET)" -a -n "$(PROMPTS)" -a -n "$(EVAL)" -a -n "$(OUT)" || { echo "usage: make half-hour TARGET=model \
+	PROMPTS=train.jsonl EVAL='a.jsonl b.jsonl' OUT=folder [RECIPE=best|same-prompts] [ARGS=…]" >&2; exit 2; }
+	$(PYTHON) bench/half_hour.py --recipe $(RECIPE) --target "$(TARGET)" --prompts "$(PROMPTS)" --eval $(EVAL) \
+		--out "$(OUT)" $(ARGS)
 
 # --- quickstart -------------------------------------------------------------------------------------------------
 # A stage is done when its result, quickstart/STAGE.json, lies there; it is renamed into place when the stage ends. A
