@@ -17,13 +17,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from dflash import block_attention
 from dflash.drafter import Drafter, DrafterConfig, RopeTable, initialise
-from dflash.loss import Head, decay_weights, default_gamma
+from dflash.loss import CHUNK_LOGITS, Head, chunk_blocks, decay_weights, default_gamma
+from dflash.train import static
 from dflash.train.optimiser import Optimiser, flatten
 from dflash.train.order import BucketRows, Micro
 from dflash.train.reader import Layout
 from dflash.train.runner import Captured, Parts
-from dflash.train.step import Batch, Model, Objective
+from dflash.train.step import Batch, Model, Objective, loss_of
 
 #: hidden, mlp, vocabulary, layers, taps, heads, kv heads, head dim, rows, ceiling, anchors, block
 SHAPES = {
@@ -99,6 +101,65 @@ def make(shape: tuple[int, ...], device: torch.device) -> tuple[Parts, Layout, B
     return parts, layout, bucket, batch
 
 
+def products(shape: tuple[int, ...]) -> dict[str, float]:
+    """Milliseconds of the step's own matrix products, each timed alone, summed by part."""
+    hidden, inner, vocabulary, layers, taps, heads, groups, dim, rows, ceiling, anchors, block = shape
+    context, tokens, scored = rows * ceiling, anchors * block, anchors * (block - 1)
+    chunk = min(chunk_blocks(anchors, block - 1, vocabulary, CHUNK_LOGITS["cuda"]) * (block - 1), scored)
+    query, key = heads * dim, groups * dim
+
+    def product(m: int, k: int, n: int) -> float:
+        a, b = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in ((m, k), (n, k)))
+        return milliseconds(lambda: a @ b.T, 10)
+
+    def linear(tokens: int, ins: int, outs: int, to_input: bool = True) -> float:
+        """Forward, gradient of the weight, and of the input."""
+        return product(tokens, ins, outs) + product(outs, tokens, ins) + to_input * product(tokens, outs, ins)
+
+    layer = [(hidden, query + 2 * key), (query, hidden), (hidden, 2 * inner), (inner, hidden)]
+    ours = {
+        "context": linear(context, taps * hidden, hidden, False) + layers * linear(context, hidden, 2 * key),
+        "layers": layers * sum(linear(tokens, *size) for size in layer),
+        "head": scored / chunk * (product(chunk, hidden, vocabulary) + product(chunk, vocabulary, hidden)),
+    }
+    return {name: round(ms, 2) for name, ms in ours.items()}
+
+
+def pieces(runner: Captured, bucket: BucketRows, shape: tuple[int, ...], repeats: int) -> dict[str, float]:
+    """Milliseconds of parts of the step run alone: what its anchors and mask, attention and loss take."""
+    static_step, model = runner.static, runner.parts.model
+    geometry = runner.geometries[bucket.name]
+    choice = (geometry.batch, geometry.anchors, geometry.replay, geometry.replays)
+    blocks = static_step.lay(*choice)
+    heads, groups, dim, block = *shape[5:8], shape[11]
+    tokens = geometry.replay * block
+    sizes = [
+        (tokens, heads),
+        (geometry.context, groups),
+        (geometry.context, groups),
+        (tokens, groups),
+        (tokens, groups),
+    ]
+    states = [torch.randn(*size, dim, device="cuda", dtype=torch.bfloat16).requires_grad_() for size in sizes]
+    ranges = (blocks.low_A, blocks.high_A, geometry.context, block)
+    attend = torch.compile(lambda *states: static.attend_ranges(*ranges)(*states), fullgraph=True, dynamic=False)
+    hidden = torch.randn(geometry.replay, block - 1, shape[0], device="cuda", dtype=torch.bfloat16).requires_grad_()
+
+    def attention() -> None:
+        out = attend(*states)
+        torch.autograd.grad(out, states, out)
+
+    def loss() -> None:
+        sums = loss_of(model, geometry.batch, blocks, runner.parts.objective, hidden)
+        torch.autograd.grad(sums.numerator, hidden)
+
+    return {
+        "anchors": round(milliseconds(lambda: static_step.lay(*choice), repeats), 2),
+        "attention": round(shape[3] * milliseconds(attention, repeats), 2),
+        "head and loss": round(milliseconds(loss, repeats), 2),
+    }
+
+
 def measure(name: str, rate: float, capture: bool, repeats: int) -> dict[str, object]:
     device = torch.device("cuda")
     torch.cuda.empty_cache()
@@ -123,6 +184,9 @@ def measure(name: str, rate: float, capture: bool, repeats: int) -> dict[str, ob
         "loss": round(loss, 4),
     }  # fmt: skip
     if capture is False:
+        alone, parts_ms = products(shape), pieces(runner, bucket, shape, repeats)
+        result["products_alone"] = alone | {"sum": round(sum(alone.values()), 2)}
+        result["parts_alone"] = parts_ms
         result["kernels"] = profile(lambda: runner.graphs.run(bucket.name))
     runner.close()
     return result
@@ -141,10 +205,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shapes", nargs="*", default=["A", "B", "S"])
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--attention", choices=("flex", "blocks"), default="flex")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench/step.py needs a CUDA GPU; this machine has none.")
         return
+    if arguments.attention == "blocks":
+        static.attend_ranges = block_attention.attend_ranges
     rate = peak_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}: {rate:.0f} TFLOP/s")
     for name in arguments.shapes:
