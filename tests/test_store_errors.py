@@ -1,7 +1,8 @@
 """One malformed store per error: every error that a store's files can cause is caused, and says which file it is.
 
-Each case makes one thing wrong in a store of its own, and looks at it. `DflashError` itself is watched, so that errors
-which `verify` turns into problems count too; the last test compares what was caused with what the sources can raise.
+Each case makes one thing wrong in a store of its own, and looks at it. Errors are taken from what the session remembers
+(tests/raised.py), so that those which `verify` turns into problems count too; the last test compares what was caused
+with what the sources can raise.
 """
 
 import ast
@@ -13,7 +14,6 @@ import os
 import re
 import shutil
 import socket
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from raised import WATCH
 from safetensors.numpy import save_file
 from test_store_fuzz import Small, read_all
 
@@ -348,27 +349,18 @@ CASES: dict[str, tuple[str, Malform]] = {
 
 
 class Watch:
-    """Every DflashError that is made: its message, and where."""
-
-    def __init__(self) -> None:
-        self.messages: list[str] = []
-        self.sites: set[Site] = set()
+    """Every DflashError that is made, message and place; the session remembers it as well."""
 
     def __enter__(self) -> "Watch":
-        watch = self
-
-        def init(error: DflashError, *args: Any) -> None:
-            Exception.__init__(error, *args)
-            frame = sys._getframe(1)
-            watch.messages.append(str(error))
-            if Path(frame.f_code.co_filename).parent == SOURCES:
-                watch.sites.add((Path(frame.f_code.co_filename).name, frame.f_lineno))
-
-        DflashError.__init__ = init  # type: ignore[method-assign]
+        self.before, WATCH.messages = WATCH.messages, {}
         return self
 
     def __exit__(self, *_: object) -> None:
-        del DflashError.__init__
+        found, WATCH.messages = WATCH.messages, self.before
+        self.messages = [message for messages in found.values() for message in messages]
+        self.sites = {(Path(file).name, line) for file, line in found if file.startswith("dflash/store/")}
+        for place, messages in found.items():
+            WATCH.messages.setdefault(place, set()).update(messages)
 
 
 @pytest.fixture(scope="module")
