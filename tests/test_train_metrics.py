@@ -11,7 +11,7 @@ from helpers_store import make_store
 from test_train_run import config
 
 from dflash.errors import DflashError
-from dflash.train.metrics import Metrics, figures
+from dflash.train.metrics import Metrics, figures, open_metrics
 from dflash.train.run import train
 
 LINE = {
@@ -65,7 +65,10 @@ def test_tensorboard_reads_what_metrics_jsonl_has_also_of_a_resumed_run(tmp_path
         assert [value for _, value in shown] == pytest.approx([value for _, value in values], rel=1e-6), name
 
 
-def test_wandb_gets_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_wandb(
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[dict[str, list[tuple[int, float]]], list[dict[str, Any]]]:
+    """What is logged, by name, and with what each run was begun."""
     logged: dict[str, list[tuple[int, float]]] = {}
     begun: list[dict[str, Any]] = []
 
@@ -80,12 +83,30 @@ def test_wandb_gets_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     fake = types.ModuleType("wandb")
     fake.init = lambda **settings: begun.append(settings) or Run()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", fake)
+    return logged, begun
+
+
+def test_wandb_gets_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged, begun = fake_wandb(monkeypatch)
     make_store(tmp_path / "store", documents=12)
     train(config(tmp_path / "store", tmp_path / "run", steps=2, wandb="drafters"))
     assert begun[0]["project"] == "drafters"
     assert begun[0]["config"]["block_size"] == 4
     assert begun[0]["finished"]
     assert logged == expected(tmp_path / "run")
+
+
+def test_wandb_goes_on_with_a_resumed_run_and_never_joins_two_runs_of_one_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, begun = fake_wandb(monkeypatch)
+    for folder in ("a", "a", "b"):
+        (tmp_path / folder / "run").mkdir(parents=True, exist_ok=True)
+        open_metrics(tmp_path / folder / "run", 0, "drafters", {}).close()
+    first, again, other = (settings["id"] for settings in begun)
+    assert first == again
+    assert first != other
+    assert {settings["name"] for settings in begun} == {"run"}
 
 
 def test_wandb_that_is_not_there_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

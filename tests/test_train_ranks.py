@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from helpers_store import make_store
 from test_train_run import config, lines
 
 from dflash.errors import DflashError
+from dflash.train import folder
 from dflash.train.config import TrainConfig
 from dflash.train.folder import checkpoints
 from dflash.train.order import Micro
+from dflash.train.ranks import Ranks, join_ranks
 from dflash.train.reader import Filler
 from dflash.train.run import train
 from dflash.train.runner import Eager
@@ -61,6 +64,24 @@ def dies(rank: int) -> None:
         micro(self, micro_, batch, step)
 
     Eager.micro = killed  # type: ignore[method-assign]
+
+
+def stops(rank: int) -> None:
+    """The last rank alone is asked to stop, in step 6."""
+    micro = Eager.micro
+
+    def asked(self: Eager, micro_: Micro, batch: Batch, step: int) -> None:
+        if rank == 1 and step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        micro(self, micro_, batch, step)
+
+    Eager.micro = asked  # type: ignore[method-assign]
+
+
+def sees_nothing(rank: int) -> None:
+    """The last rank's machine does not have the run folder."""
+    if rank == 1:
+        folder.checkpoints = lambda run: []
 
 
 def run_rank(rank: int, world: int, port: int, settings: TrainConfig, hook: Hook | None, out: Any) -> None:
@@ -153,6 +174,43 @@ def test_after_a_rank_is_killed_the_others_say_so_and_any_number_resumes(store: 
     codes, said = run_ranks(2, config(store, tmp_path / "broken"))
     assert codes == [0, 0]
     assert_same_trajectory(tmp_path / "whole", tmp_path / "broken")
+
+
+def test_a_stop_that_reaches_one_rank_stops_all_after_the_same_step(store: Path, tmp_path: Path) -> None:
+    train(config(store, tmp_path / "whole"))
+    codes, said = run_ranks(2, config(store, tmp_path / "broken"), stops)
+    assert codes == [128 + signal.SIGTERM] * 2
+    assert [text.startswith("Stopped by SIGTERM: step 6 of 12 is kept") for text in said.values()] == [True, True]
+    assert checkpoints(tmp_path / "broken")[-1].step == 6
+    train(config(store, tmp_path / "broken"))
+    assert_same_trajectory(tmp_path / "whole", tmp_path / "broken")
+
+
+def test_a_run_folder_that_not_every_rank_sees_is_refused(store: Path, tmp_path: Path) -> None:
+    """A rank would begin anew and add its gradients to those of trained weights."""
+    train(config(store, tmp_path / "run"))
+    newest = checkpoints(tmp_path / "run")[-1].folder
+    newest.rename(newest.with_name(".gone"))  # the run is at step 8
+    codes, said = run_ranks(2, config(store, tmp_path / "run"), sees_nothing)
+    assert codes == [1, 1]
+    assert any("put it on a shared file system" in text for text in said.values())
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(DflashError, match=r"LOCAL_RANK is 2, but this machine has 2 GPUs; .*--nproc-per-node"):
+        join_ranks()
+
+
+def test_ranks_wait_for_a_long_validation_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's own patience is ten minutes."""
+    joined: dict[str, Any] = {}
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda backend, **more: joined.update(more))
+    assert join_ranks()[0] == Ranks(0, 2)
+    assert joined["timeout"] >= timedelta(hours=1)
 
 
 def test_a_number_of_ranks_that_changes_the_batch_is_refused(store: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +15,18 @@ import torch
 from helpers_store import fill_shard, make_store
 from safetensors.torch import load_file
 
-from dflash.errors import DflashError
+from dflash.errors import DflashError, Interrupted
+from dflash.simulate import Tally
 from dflash.store import Store
 from dflash.train.config import ExportConfig, TrainConfig
 from dflash.train.export import export
 from dflash.train.folder import checkpoints
+from dflash.train.order import Micro
 from dflash.train.ranks import Ranks
 from dflash.train.run import train
+from dflash.train.runner import Eager
 from dflash.train.setup import set_up
+from dflash.train.step import Batch
 
 TIMES = {"seconds", "tokens_per_second", "data_wait"}
 
@@ -128,6 +133,77 @@ def test_killed_in_mid_run_resumes_from_the_last_checkpoint(store: Path, tmp_pat
     assert not torch.are_deterministic_algorithms_enabled()
     assert same_checkpoint(tmp_path / "whole", tmp_path / "broken", 12)
     assert lines(tmp_path / "whole") == lines(tmp_path / "broken")
+
+
+def in_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[Eager], None]) -> None:
+    """Have `action` done once, in the step that makes `number` of them."""
+    micro, left = Eager.micro, [action]
+
+    def hooked(self: Eager, micro_: Micro, batch: Batch, step: int) -> None:
+        micro(self, micro_, batch, step)
+        if step == number - 1 and left:
+            left.pop()(self)
+
+    monkeypatch.setattr(Eager, "micro", hooked)
+
+
+@pytest.mark.parametrize("step", [4, 12], ids=["in the middle", "the last"])
+def test_a_stop_in_a_step_that_is_validated_leaves_the_validation_to_the_resumption(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    train(config(store, tmp_path / "whole"))
+    in_step(monkeypatch, step, lambda runner: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Interrupted, match=f"step {step} of 12 is kept"):
+        train(config(store, tmp_path / "broken"))
+    train(config(store, tmp_path / "broken"))
+    assert lines(tmp_path / "whole") == lines(tmp_path / "broken")
+    whole, broken = (checkpoints(tmp_path / name)[-1].state for name in ("whole", "broken"))
+    assert (whole["best"], whole["validation"]) == (broken["best"], broken["validation"])
+
+
+def test_the_best_is_kept_also_where_no_checkpoint_is_due(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = iter([1, 3, 2, 2])
+
+    def validated(*_: object) -> Tally:
+        tally = Tally(3)
+        tally.add([next(lengths)], [1, 1, 1], [0, 0, 0])
+        return tally
+
+    monkeypatch.setattr("dflash.train.run.validate", validated)
+    result = train(config(store, tmp_path / "run", save_every=12, keep=1))
+    assert result["best"]["step"] == 4
+    assert [checkpoint.step for checkpoint in checkpoints(tmp_path / "run")] == [4, 12]
+    assert export(ExportConfig(source=str(tmp_path / "run"), out=str(tmp_path / "out")))["step"] == 4
+
+
+def test_an_update_that_is_not_finite_is_skipped_counted_and_told_of(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    in_step(monkeypatch, 2, lambda runner: runner.parts.optimiser.flat.grad[:1].fill_(float("nan")))
+    result = train(config(store, tmp_path / "run", steps=5))
+    assert result["skipped"] == 1
+    assert "Warning: the gradient of step 2 is not finite" in capsys.readouterr().err
+    skipped = [line["step"] for line in lines(tmp_path / "run") if line.get("skipped")]
+    assert skipped == [2]
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert "NaN" not in text  # which JSON does not have
+    assert "Infinity" not in text
+    assert train(config(store, tmp_path / "run", steps=5))["skipped"] == 1
+
+
+def test_a_resumed_run_does_not_need_the_drafter_that_it_started_from(store: Path, tmp_path: Path) -> None:
+    train(config(store, tmp_path / "first", steps=1))
+    drafter = tmp_path / "drafter"
+    export(ExportConfig(source=str(tmp_path / "first"), out=str(drafter), dtype="float32"))
+    settings = {"init_from": str(drafter), "steps": 4, "save_every": 2}
+    train(config(store, tmp_path / "whole", **settings))
+    train(config(store, tmp_path / "broken", **settings))
+    (tmp_path / "broken" / "checkpoints" / "step-000004").rename(tmp_path / "away")
+    drafter.rename(tmp_path / "cleaned-up")
+    train(config(store, tmp_path / "broken", **settings))
+    assert same_checkpoint(tmp_path / "whole", tmp_path / "broken", 4)
 
 
 def test_a_complete_run_says_so_and_does_nothing(

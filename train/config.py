@@ -86,7 +86,7 @@ class TrainConfig:
     )
     wandb: str | None = setting(None, "Send the figures to this project of wandb as well.", metavar="PROJECT")
     eval_every: int | None = setting(None, "Steps between validations on held-out rows; a tenth of the run.")
-    save_every: int | None = setting(None, "Steps between checkpoints; those of --eval-every.")
+    save_every: int | None = setting(None, "Steps between checkpoints, those of --eval-every; a new best is kept too.")
     keep: int = setting(2, "Newest checkpoints to keep, beside the best.")
     partial: bool = setting(
         False, "Train on the rows that an unfinished store has; the run keeps to them when it is resumed."

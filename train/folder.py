@@ -10,6 +10,7 @@ fsynced and renamed, so a killed run leaves the last whole one.
 import json
 import os
 import platform
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch import Tensor
 
 import dflash
 from dflash.errors import DflashError
-from dflash.files import fsync_path
+from dflash.files import fsync_path, write_atomically
 
 STATE_FORMAT = 1
 
@@ -76,30 +77,34 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def checkpoints(run: Path) -> list[Checkpoint]:
-    """All checkpoints of a run, oldest first."""
-    folders = sorted((run / "checkpoints").glob("step-*")) if (run / "checkpoints").is_dir() else []
-    return [read_checkpoint(folder) for folder in folders]
+    """All checkpoints of a run, oldest first; a folder of another name (somebody's copy) is none."""
+    folders = [folder for folder in (run / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", folder.name)]
+    # by number: as texts, step 1,000,000 would stand before step 999,999
+    return [read_checkpoint(folder) for folder in sorted(folders, key=lambda folder: int(folder.name[5:]))]
 
 
 def save_checkpoint(run: Path, step: int, files: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> Path:
     """Write checkpoints/step-…/ whole: temporary sibling, fsync of every file and folder, rename.
 
-    `files`: tensors by the name of their file.
+    `files`: tensors by the name of their file. A step that is there already has the same tensors, so only its state is
+    written again: at no time is the step not there.
     """
     parent = run / "checkpoints"
     parent.mkdir(parents=True, exist_ok=True)
+    content = json.dumps({"format": STATE_FORMAT, "step": step, **state}, indent=1) + "\n"
     final, temporary = parent / checkpoint_name(step), parent / f".{checkpoint_name(step)}.partial"
+    if final.exists():
+        write_atomically(final / "state.json", content)
+        return final
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     for name, tensors in files.items():
         host = {key: tensor.detach().to("cpu").contiguous().clone() for key, tensor in tensors.items()}
         save_file(host, temporary / f"{name}.safetensors")
-    (temporary / "state.json").write_text(json.dumps({"format": STATE_FORMAT, "step": step, **state}, indent=1) + "\n")
+    (temporary / "state.json").write_text(content)
     for file in temporary.iterdir():
         fsync_path(file)
     fsync_path(temporary)
-    if final.exists():  # the same step again, with a validation that the first one lacked
-        retire(final)
     os.rename(temporary, final)
     fsync_path(parent)
     return final

@@ -7,13 +7,17 @@ validation/acceptance_length/pooled.
 
 import importlib.util
 import json
+import math
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 from dflash.errors import DflashError
 from dflash.files import write_atomically
+
+WANDB_ID = "wandb.id"  # in the run folder; its name alone would join two runs of the same name
 
 
 class Sink(Protocol):
@@ -48,6 +52,27 @@ class Metrics:
             sink.close()
 
 
+def step_line(about: dict[str, Any], outcome: list[float], times: dict[str, float]) -> dict[str, Any]:
+    """The line of a step, of the tensor that its update left; what is not finite is null, as JSON has it."""
+    norm, skipped, numerator, denominator, anchors, *slots = outcome
+    n = len(slots) // 3
+    scored, correct, prefix = slots[:n], slots[n : 2 * n], slots[2 * n :]
+    return {
+        **about,
+        "loss": _finite(numerator / denominator) if denominator else None,
+        "grad_norm": _finite(norm) if denominator else None,
+        "skipped": bool(skipped),
+        "anchors": int(anchors),
+        "accuracy": sum(correct) / sum(scored) if sum(scored) else None,
+        "accepted_slots": [round(p / s, 6) if s else None for p, s in zip(prefix, scored, strict=True)],
+        **times,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 def figures(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
     """The numbers of a line, by name; what is missing (null) has none."""
     if isinstance(value, dict):
@@ -78,14 +103,18 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of the given project, under the run folder's name, so that a resumed run goes on there."""
+    """A run of the given project under the run folder's name; a resumed run goes on there, one begun anew does not."""
 
     def __init__(self, project: str, run: Path, settings: dict[str, Any]) -> None:
         try:
             import wandb
         except ImportError:
             raise DflashError("--wandb needs the package wandb; install it with `pip install dflash[wandb]`.") from None
-        self.run = wandb.init(project=project, name=run.name, id=run.name, resume="allow", dir=run, config=settings)
+        path = run / WANDB_ID
+        if not path.exists():
+            write_atomically(path, secrets.token_hex(4))
+        identity = path.read_text()
+        self.run = wandb.init(project=project, name=run.name, id=identity, resume="allow", dir=run, config=settings)
 
     def add(self, step: int, figures: dict[str, float]) -> None:
         self.run.log(figures, step=step)

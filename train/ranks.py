@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ import torch.distributed as dist
 
 from dflash.errors import DflashError
 from dflash.threads import set_threads
+
+LONGEST_WAIT = timedelta(hours=2)  # of a reduction: the first rank validates and saves while the others wait there
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,24 @@ class Ranks:
                     f"Rank {self.rank} lost another rank ({first}); the same command resumes from the last checkpoint."
                 ) from None
 
+    def total(self, value: int) -> int:
+        """The sum of a number over the ranks. The host waits for it: with NCCL a reduction alone waits on the device
+        only."""
+        sum_ = torch.tensor(value, device="cuda" if torch.cuda.is_available() else "cpu")
+        self.all_reduce(sum_)
+        return int(sum_)
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        self.all_reduce(torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu"))
+        self.total(0)
+
+    def check_step(self, step: int, run: str) -> None:
+        """Refuse ranks that found the run at different steps: its folder is not the same for all of them."""
+        if self.total(step) != step * self.world:
+            raise DflashError(
+                f"Rank {self.rank} finds --run {run} at step {step}, others at another; every machine must see the "
+                "same run folder, so put it on a shared file system."
+            )
 
     def leave(self) -> None:
         if self.world > 1 and dist.is_initialized():
@@ -49,13 +67,19 @@ def join_ranks() -> tuple[Ranks, torch.device]:
     """The ranks of this run and the device of this one."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    if cuda and local >= torch.cuda.device_count():
+        raise DflashError(
+            f"LOCAL_RANK is {local}, but this machine has {torch.cuda.device_count()} GPUs; give torchrun "
+            "--nproc-per-node no more than it has."
+        )
     if cuda:
         torch.cuda.set_device(device)
     else:
         set_threads()
     if world > 1:
-        dist.init_process_group("nccl" if cuda else "gloo")
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=LONGEST_WAIT)
     return Ranks(rank, world), device
 
 

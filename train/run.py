@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from dflash.config import as_dict
+from dflash.errors import Interrupted
 from dflash.progress import progress, say
 from dflash.signals import Stop, catch_stop
 from dflash.train import folder as run_folder
 from dflash.train import state
 from dflash.train.config import TrainConfig
 from dflash.train.dry import dry_run
-from dflash.train.metrics import Metrics, open_metrics
+from dflash.train.metrics import Metrics, open_metrics, step_line
 from dflash.train.optimiser import learning_rate
 from dflash.train.order import Micro
 from dflash.train.ranks import determinism, join_ranks
@@ -46,8 +47,12 @@ def train(config: TrainConfig) -> dict[str, Any]:
             result = dry_run(setup, runner, time.perf_counter() - begun)
             runner.close()
         else:
-            with catch_stop() as stop:
-                result = Trainer(setup).run(stop)
+            try:
+                with catch_stop() as stop:
+                    result = Trainer(setup).run(stop)
+            except Interrupted:  # of all ranks together, so they can part in order
+                ranks.leave()
+                raise
         ranks.leave()
         return result
 
@@ -84,6 +89,7 @@ class Trainer:
         self.tokens_of = {bucket.name: plan_rows[bucket.name].length.tolist() for bucket in self.plan.order.buckets}
         self.pending: deque[tuple[Pending, dict[str, Any], dict[str, float]]] = deque()
         self.looked = 0.0  # seconds of validations and checkpoints
+        self.warned = False  # of a gradient that is not finite
 
     def run(self, stop: Stop) -> dict[str, Any]:
         try:
@@ -108,11 +114,13 @@ class Trainer:
             say(f"{self.folder} is complete: all {step} steps are done.")
         elif found:
             say(f"Resuming {self.folder} at step {step} of {steps}.")
-        else:
+        validated = (self.place.validation or {}).get("step") == step
+        if not found or (self._validates_at(step) and not validated):  # a stop leaves out the validation of its step
             self._validate()
             self._save()
         if self.ranks.first:
             self.ranks.barrier()
+        self.ranks.check_step(step, config.run)
 
     def _train(self, stop: Stop) -> dict[str, Any]:
         if self.place.step == self.plan.steps:
@@ -125,16 +133,12 @@ class Trainer:
         with progress("Training", self.plan.steps, "steps", first) as advance:
             batches = reader.batches(self._micros())
             for _ in range(first, self.plan.steps):
-                if self._stopped(stop):
-                    self._save()
-                    stop.check(
-                        f"step {self.place.step} of {self.plan.steps} is kept in {self.folder}; "
-                        "the same command resumes."
-                    )
+                self._leave_if_asked(stop)
                 tokens += self._one_step(batches, reader)
                 self._look(stop)
                 self._advise(reader, self.place.step - first, time.perf_counter() - began - self.looked)
                 advance(1)
+            self._leave_if_asked(stop)  # the last step has no validation then
         self._settle()
         seconds = time.perf_counter() - began
         graphs = self.runner.graph_seconds
@@ -184,21 +188,20 @@ class Trainer:
     def _record(self) -> None:
         """Write the oldest step's line; on a GPU its values have been copied out meanwhile."""
         pending, about, times = self.pending.popleft()
-        norm, skipped, numerator, denominator, anchors, *slots = pending.values()
-        n = self.setup.shape.block_size - 1
-        scored, correct, prefix = slots[:n], slots[n : 2 * n], slots[2 * n :]
-        self.place.line = {
-            **about,
-            "loss": numerator / denominator if denominator else None,
-            "grad_norm": norm if denominator else None,
-            "skipped": bool(skipped),
-            "anchors": int(anchors),
-            "accuracy": sum(correct) / sum(scored) if sum(scored) else None,
-            "accepted_slots": [round(p / s, 6) if s else None for p, s in zip(prefix, scored, strict=True)],
-            **times,
-        }
+        self.place.line = step_line(about, pending.values(), times)
+        self._count_skipped(self.place.line)
         if self.metrics is not None:
             self.metrics.write(self.place.line)
+
+    def _count_skipped(self, line: dict[str, Any]) -> None:
+        """A batch without a slot that counts is nobody's fault; a gradient that is not finite is told of once."""
+        self.place.skipped += line["skipped"]
+        if line["skipped"] and line["anchors"] and not self.warned and self.ranks.first:
+            self.warned = True
+            say(
+                f"Warning: the gradient of step {line['step']} is not finite; such updates are skipped and counted. "
+                f"Lower --lr, or look for damaged states with `dflash verify {self.setup.config.store}`."
+            )
 
     def _settle(self) -> None:
         """Write the lines of all steps done, before anything that reads them or stands behind them."""
@@ -207,18 +210,21 @@ class Trainer:
 
     def _look(self, stop: Stop) -> None:
         """Validate and save where it is due. A stop is never delayed by a validation."""
-        step, last = self.place.step, self.place.step == self.plan.steps
-        validating = not stop and (last or step % self.every == 0)
-        saving = last or step % (self.setup.config.save_every or self.every) == 0
+        step = self.place.step
+        validating = not stop and self._validates_at(step)
+        saving = step == self.plan.steps or step % (self.setup.config.save_every or self.every) == 0
         if not validating and not saving:
             return
         self._settle()  # the device has done these steps, so what follows is no part of their time
         start = time.perf_counter()
         if validating:
             self._validate()
-        if saving:
+        if saving or (self.place.best or {}).get("step") == step:  # the best is kept, wherever checkpoints are due
             self._save()
         self.looked += time.perf_counter() - start
+
+    def _validates_at(self, step: int) -> bool:
+        return step == self.plan.steps or step % self.every == 0
 
     def _validate(self) -> None:
         """Held-out acceptance. Only rank 0 does it; the others wait at the next reduction."""
@@ -249,6 +255,15 @@ class Trainer:
             self.metrics.sync()
             state.save(self.setup, self.place)
 
+    def _leave_if_asked(self, stop: Stop) -> None:
+        """Keep what is done, then raise."""
+        if self._stopped(stop):
+            self._save()
+            self.runner.close()
+            stop.check(
+                f"step {self.place.step} of {self.plan.steps} is kept in {self.folder}; the same command resumes."
+            )
+
     def _stopped(self, stop: Stop) -> bool:
         """Whether any rank was asked to stop: all leave after the same step."""
         if self.ranks.world == 1:
@@ -266,6 +281,7 @@ class Trainer:
         graphs = loop["graphs"] if loop else None
         return {
             "steps": place.step,
+            "skipped": place.skipped,
             "loss": line.get("loss"),
             "acceptance_length": length or {"pooled": None, "macro": None},
             "checkpoint": str(self.folder / "checkpoints" / run_folder.checkpoint_name(place.step)),

@@ -20,6 +20,7 @@ from dflash.store import Store
 from dflash.stored import tap_rms
 from dflash.target import TargetSpec, read_frozen
 from dflash.train.config import TrainConfig
+from dflash.train.folder import checkpoints
 from dflash.train.memory import CONTEXT, Economy, Forecast, Need, choose, forecast, gigabytes, sentence
 from dflash.train.optimiser import Optimiser, flatten
 from dflash.train.origin import check_start
@@ -131,7 +132,7 @@ def build(
     embed_VH = from_host(frozen.embed, device) if economy.host_embedding else frozen.embed
     drafter = Drafter(shape)
     initialise(drafter, config.seed)
-    if config.init_from is not None:
+    if config.init_from is not None and not checkpoints(Path(config.run)):  # a resumed run does not need it any more
         warm_start(drafter, Path(config.init_from), store)
     flat = flatten(drafter, dtype, device)
     ceiling = max(bucket.ceiling for bucket in store.buckets)

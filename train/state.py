@@ -22,9 +22,10 @@ FREE_TO_CHANGE = (
 
 @dataclass
 class Place:
-    """Where a run stands: the steps done, and the last figures."""
+    """Where a run stands: the steps done, how many of their updates were skipped, and the last figures."""
 
     step: int = 0
+    skipped: int = 0
     best: dict[str, Any] | None = None
     validation: dict[str, Any] | None = None
     line: dict[str, Any] | None = None
@@ -67,7 +68,7 @@ def load(setup: Setup, checkpoint: run_folder.Checkpoint) -> Place:
             tensor.copy_(theirs[name])
     setup.parts.optimiser.flat.refresh()
     state = checkpoint.state
-    return Place(checkpoint.step, state["best"], state["validation"], state["line"])
+    return Place(checkpoint.step, state.get("skipped", 0), state["best"], state["validation"], state["line"])
 
 
 def save(setup: Setup, place: Place) -> None:
@@ -80,6 +81,7 @@ def save(setup: Setup, place: Place) -> None:
         "counts": store.meta.counts,
         "token_ids": token_ids(store),
         "store": str(Path(setup.config.store).resolve()),
+        "skipped": place.skipped,
         "best": place.best,
         "validation": place.validation,
         "line": place.line,

@@ -97,7 +97,8 @@ def read_run(folder: Path) -> Run:
     numbers = np.array([line["step"] for line in steps], dtype=np.float64)
     width = max((len(line["accepted_slots"]) for line in steps), default=0)
     slots = np.array([line["accepted_slots"] for line in steps], dtype=np.float64).reshape(len(steps), width)
-    newest = max((folder / "checkpoints").glob("step-*/state.json"), default=None)
+    states = (folder / "checkpoints").glob("step-*/state.json")
+    newest = max(states, key=lambda path: (len(path.parent.name), path.parent.name), default=None)  # as numbers
     state = _json(newest) if newest else {}
     config = tomllib.loads((folder / "config.toml").read_text())["train"]
     return Run(
