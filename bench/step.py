@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from dflash import block_attention
 from dflash.drafter import Drafter, DrafterConfig, RopeTable, initialise
 from dflash.loss import CHUNK_LOGITS, Head, chunk_blocks, decay_weights, default_gamma
 from dflash.train import static
+from dflash.train.narrow import to_fp8
 from dflash.train.optimiser import Optimiser, flatten
 from dflash.train.order import BucketRows, Micro
 from dflash.train.reader import Layout
@@ -160,12 +162,14 @@ def pieces(runner: Captured, bucket: BucketRows, shape: tuple[int, ...], repeats
     }
 
 
-def measure(name: str, rate: float, capture: bool, repeats: int) -> dict[str, object]:
+def measure(name: str, rate: float, capture: bool, repeats: int, precision: str) -> dict[str, object]:
     device = torch.device("cuda")
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     shape = SHAPES[name]
     parts, layout, bucket, batch = make(shape, device)
+    if precision == "fp8":
+        parts = replace(parts, model=to_fp8(parts.model))
     start = time.perf_counter()
     runner = Captured(parts, layout, [bucket], capture=capture)
     ready = time.perf_counter() - start
@@ -177,7 +181,8 @@ def measure(name: str, rate: float, capture: bool, repeats: int) -> dict[str, ob
     parts_tf = flops(shape, visible=shape[9] / 2)
     floor_ms = sum(parts_tf.values()) / rate / 1e9
     result = {
-        "shape": name, "captured": capture, "ms": round(time_ms, 2), "floor_ms": round(floor_ms, 2),
+        "shape": name, "precision": precision, "captured": capture, "ms": round(time_ms, 2),
+        "floor_ms": round(floor_ms, 2),
         "floor/time": round(floor_ms / time_ms, 3), "update_ms": round(update_ms, 2), "ready_s": round(ready, 1),
         "peak_GB": round(torch.cuda.max_memory_allocated() / 1e9, 2),
         "reserved_GB": round(torch.cuda.max_memory_reserved() / 1e9, 2),
@@ -205,6 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shapes", nargs="*", default=["A", "B", "S"])
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--precision", nargs="+", choices=("bf16", "fp8"), default=["bf16"])
     parser.add_argument("--attention", choices=("flex", "blocks"), default="flex")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -215,8 +221,8 @@ def main() -> None:
     rate = peak_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}: {rate:.0f} TFLOP/s")
     for name in arguments.shapes:
-        for capture in (True, False):
-            result = measure(name, rate, capture, arguments.repeats)
+        for precision, capture in ((p, c) for p in arguments.precision for c in (True, False)):
+            result = measure(name, rate, capture, arguments.repeats, precision)
             kernels = result.pop("kernels", [])
             print(json.dumps(result), flush=True)
             for kernel in kernels:  # type: ignore[attr-defined]

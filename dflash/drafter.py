@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dflash.fp8 import project, project_back
 from dflash.gated import GatedMLP
 
 Rope = tuple[Tensor, Tensor]  # cos, sin: [tokens, 1, D]
@@ -64,32 +65,57 @@ class DrafterConfig:
 
 
 class _SideBySide(torch.autograd.Function):
-    """x Wᵀ of two or three weights that lie behind each other in memory; their gradients are parts of one product."""
+    """x Wᵀ of up to three weights that lie behind each other in memory; their gradients are parts of one product."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, joined: Tensor, first: Tensor, second: Tensor, third: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, joined: Tensor, first: Tensor, second: Tensor | None, third: Tensor | None, fp8: bool
+    ) -> Tensor:
         ctx.save_for_backward(x, joined)
         ctx.sizes = [len(weight) for weight in (first, second, third) if weight is not None]
-        return x @ joined.T
+        ctx.fp8 = fp8
+        return project(x, joined, fp8)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, joined = ctx.saved_tensors
-        parts = (grads[0].T @ x).split(ctx.sizes)
-        return grads[0] @ joined, None, parts[0], parts[1], parts[2] if len(parts) > 2 else None
+        parts = (*(grads[0].T @ x).split(ctx.sizes), None, None)
+        return project_back(grads[0], joined, ctx.fp8), None, *parts[:3], None
 
 
-def side_by_side(x_TH: Tensor, joined: Tensor | None, *linears: nn.Linear) -> tuple[Tensor, ...]:
-    """Two or three products of one input, in training as one: then the input's gradient is one product too."""
+def side_by_side(x_TH: Tensor, joined: Tensor | None, *linears: nn.Linear, fp8: bool = False) -> tuple[Tensor, ...]:
+    """Up to three products of one input, in training as one: then the input's gradient is one product too."""
     if joined is None:
         return tuple(linear(x_TH) for linear in linears)
     weights = [linear.weight for linear in linears]
-    first, second, third = (*weights, None)[:3]
-    out = _SideBySide.apply(x_TH, joined, first, second, third)
+    first, second, third = (*weights, None, None)[:3]
+    out = _SideBySide.apply(x_TH, joined, first, second, third, fp8)
     return out.split([len(weight) for weight in weights], dim=-1)
 
 
-class Attention(nn.Module):
+class Products(nn.Module):
+    """What multiplies by weights; `fp8` says that it does so in e4m3 while it trains (dflash/fp8.py)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fp8 = False
+
+    @property
+    def narrow(self) -> bool:
+        return self.fp8 and self.training
+
+    def product(self, linear: nn.Linear, x_TH: Tensor) -> Tensor:
+        return side_by_side(x_TH, linear.weight.detach() if self.narrow else None, linear, fp8=self.narrow)[0]
+
+
+def use_fp8(drafter: nn.Module) -> None:
+    """From now on training multiplies in e4m3; the drafter's weights must be laid out by `flatten`."""
+    for module in drafter.modules():
+        if isinstance(module, Products):
+            module.fp8 = True
+
+
+class Attention(Products):
     """Queries from the block; keys and values from context and block through the same weights; normed per head."""
 
     def __init__(self, config: DrafterConfig) -> None:
@@ -108,20 +134,20 @@ class Attention(nn.Module):
     def keys_values(self, x_TH: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """Keys (normed, rotated) and values, each [T, G, D], of context or block tokens."""
         joined = None if self.joined is None else self.joined[self.q_proj.out_features :]
-        k, v = side_by_side(x_TH, joined, self.k_proj, self.v_proj)
+        k, v = side_by_side(x_TH, joined, self.k_proj, self.v_proj, fp8=self.narrow)
         return self._keys_values(k, v, rope)
 
     def _keys_values(self, k: Tensor, v: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         return rotate(self.k_norm(k.unflatten(-1, (-1, self.head_dim))), rope), v.unflatten(-1, (-1, self.head_dim))
 
     def forward(self, x_NH: Tensor, rope: Rope, context_kv: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        q, k, v = side_by_side(x_NH, self.joined, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = side_by_side(x_NH, self.joined, self.q_proj, self.k_proj, self.v_proj, fp8=self.narrow)
         q_NQD = rotate(self.q_norm(q.unflatten(-1, (-1, self.head_dim))), rope)
         block_k, block_v = self._keys_values(k, v, rope)
-        return self.o_proj(attend(q_NQD, *context_kv, block_k, block_v).flatten(-2))
+        return self.product(self.o_proj, attend(q_NQD, *context_kv, block_k, block_v).flatten(-2))
 
 
-class MLP(nn.Module):
+class MLP(Products):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -133,7 +159,7 @@ class MLP(nn.Module):
         if self.joined is None:
             return self.down_proj(F.silu(self.gate_proj(x_NH)) * self.up_proj(x_NH))
         weights = [linear.weight for linear in (self.gate_proj, self.up_proj, self.down_proj)]
-        out = GatedMLP.apply(x_NH, self.joined, *weights)
+        out = GatedMLP.apply(x_NH, self.joined, *weights, self.narrow)
         assert isinstance(out, Tensor)
         return out
 
@@ -151,7 +177,7 @@ class Layer(nn.Module):
         return x_NH + self.mlp(self.post_attention_layernorm(x_NH))
 
 
-class Drafter(nn.Module):
+class Drafter(Products):
     """Maps tapped context states and embedded blocks to hidden states for the target's head."""
 
     def __init__(self, config: DrafterConfig) -> None:
@@ -167,7 +193,7 @@ class Drafter(nn.Module):
 
     def context(self, taps_SF: Tensor) -> Tensor:
         """The context as every layer sees it, [S, H]. It does not pass a layer's own input norm."""
-        return self.hidden_norm(self.fc(taps_SF))
+        return self.hidden_norm(self.product(self.fc, taps_SF))
 
     def context_keys_values(self, taps_SF: Tensor, rope: Rope) -> list[tuple[Tensor, Tensor]]:
         """Per layer the keys and values [S, G, D] of context tokens: what a decoder caches."""

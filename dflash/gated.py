@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dflash.fp8 import project, project_back
+
 COLUMNS = 2048
 
 
@@ -46,15 +48,16 @@ class GatedMLP(torch.autograd.Function):
     """`joined` is [gate | up], [2I, H], of whose halves `gate` and `up` are the parameters."""
 
     @staticmethod
-    def forward(ctx: Any, x_NH: Tensor, joined: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        gate_up = x_NH @ joined.T
+    def forward(ctx: Any, x_NH: Tensor, joined: Tensor, gate: Tensor, up: Tensor, down: Tensor, fp8: bool) -> Tensor:
+        gate_up = project(x_NH, joined, fp8)
         ctx.save_for_backward(x_NH, joined, gate_up, down)
+        ctx.fp8 = fp8
         left, right = gate_up.chunk(2, dim=-1)
-        return (F.silu(left) * right) @ down.T
+        return project(F.silu(left) * right, down, fp8)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         x_NH, joined, gate_up, down = ctx.saved_tensors
-        product, d_gate_up = gated_backward(gate_up, d_out @ down)
+        product, d_gate_up = gated_backward(gate_up, project_back(d_out, down, ctx.fp8))
         d_gate, d_up = (d_gate_up.T @ x_NH).chunk(2)
-        return d_gate_up @ joined, None, d_gate, d_up, d_out.T @ product
+        return project_back(d_gate_up, joined, ctx.fp8), None, d_gate, d_up, d_out.T @ product, None

@@ -15,9 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash.fp8 import Narrow, narrowed, product
+
 CHUNK_LOGITS = {"cpu": 1 << 26, "cuda": 1 << 30}  # most logits of one chunk: 256 MiB in fp32, 2 GiB in bf16
 CHUNK_ROWS = 4096  # more rows a chunk are no faster on an H200 (captured-step.md, section 10)
 EVEN = 128  # blocks of a chunk, so that its rows fill the tiles of a product
+
+
+@dataclass(frozen=True)
+class NarrowHead:
+    """The head in e4m3, once with a scale for each token's row and once transposed."""
+
+    rows: Narrow  # [V, H]
+    columns: Narrow  # [H, V]
+
+    @staticmethod
+    def of(weight_VH: Tensor) -> "NarrowHead":
+        return NarrowHead(narrowed(weight_VH), narrowed(weight_VH.T))
 
 
 @dataclass(frozen=True)
@@ -27,13 +41,26 @@ class Head:
     weight_VH: Tensor
     scale: float = 1.0
     softcap: float | None = None
+    narrow: NarrowHead | None = None  # for training in e4m3; nothing that is measured goes through it
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def project(self, rows_TH: Tensor) -> Tensor:
+        """x Wᵀ [T, V] as training computes it."""
+        if self.narrow is None:
+            return rows_TH @ self.weight_VH.T
+        return product(narrowed(rows_TH), self.narrow.rows, fast=True)
+
+    def project_back(self, d_TV: Tensor | Narrow) -> Tensor:
+        """d W [T, H]."""
+        if self.narrow is None:
+            assert isinstance(d_TV, Tensor), "the head is whole"
+            return d_TV @ self.weight_VH
+        return product(narrowed(d_TV) if isinstance(d_TV, Tensor) else d_TV, self.narrow.columns)
+
+    def logits(self, hidden: Tensor, training: bool = False) -> Tensor:
         """Logits [..., V] in at least fp32. The product runs in the weight's dtype, as the target's own does."""
-        rows = hidden.to(self.weight_VH.dtype).reshape(
-            -1, hidden.shape[-1]
-        )  # else a CPU takes the slow batched product
-        logits = (rows @ self.weight_VH.T).view(*hidden.shape[:-1], -1)
+        # rows, else a CPU takes the slow batched product
+        rows = hidden.to(self.weight_VH.dtype).reshape(-1, hidden.shape[-1])
+        logits = (self.project(rows) if training else rows @ self.weight_VH.T).view(*hidden.shape[:-1], -1)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.scale != 1.0:
             logits = logits * self.scale
@@ -48,7 +75,7 @@ class Head:
         if self.scale != 1.0:
             dlogits = dlogits * self.scale
         rows = dlogits.to(self.weight_VH.dtype).reshape(-1, dlogits.shape[-1])
-        return (rows @ self.weight_VH).view(*dlogits.shape[:-1], -1)
+        return self.project_back(rows).view(*dlogits.shape[:-1], -1)
 
 
 @dataclass(frozen=True)
@@ -198,7 +225,7 @@ def _chunk(
     """Gradient [a, J, H] and the five sums of one chunk of blocks."""
     if hidden_AJH.is_cuda and teacher is None:
         return _chunk_cuda(hidden_AJH, head, targets_AJ, counts_AJ, decay_J)
-    logits = head.logits(hidden_AJH)
+    logits = head.logits(hidden_AJH, training=True)
     lse = torch.logsumexp(logits, dim=-1)
     picked = logits.gather(-1, targets_AJ[..., None]).squeeze(-1)
     ce_AJ = lse - picked
@@ -218,17 +245,21 @@ def _chunk_cuda(
     hidden_AJH: Tensor, head: Head, targets_AJ: Tensor, counts_AJ: Tensor, decay_J: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The same for cross entropy by two fused kernels; a slot is correct where its label has the highest logit."""
-    from dflash.kernels.head import gradient_in_place, row_statistics
+    from dflash.kernels.head import gradient_in_place, narrow_gradient, row_statistics
 
-    rows = hidden_AJH.reshape(-1, hidden_AJH.shape[-1])
-    logits = rows @ head.weight_VH.T
+    logits = head.project(hidden_AJH.reshape(-1, hidden_AJH.shape[-1]))
     targets = targets_AJ.flatten()
     lse, picked, highest = row_statistics(logits, targets, head.scale, head.softcap)
     ce_AJ = (lse - picked).view(targets_AJ.shape)
     correct = (picked >= highest).view(targets_AJ.shape).float() * counts_AJ
     weights = dpace_weights(ce_AJ, counts_AJ) if decay_J is None else decay_J * counts_AJ
-    gradient_in_place(logits, targets, lse, weights.flatten(), head.scale, head.softcap)
-    gradient = (logits @ head.weight_VH).view(hidden_AJH.shape)
+    wanted = targets, lse, weights.flatten(), head.scale, head.softcap
+    if head.narrow is None:
+        gradient_in_place(logits, *wanted)
+        gradient = head.project_back(logits)
+    else:
+        gradient = head.project_back(narrow_gradient(logits, picked, highest, *wanted))
+    gradient = gradient.view(hidden_AJH.shape)
     return gradient, _sums(ce_AJ, weights, correct, counts_AJ, decay_J)
 
 

@@ -14,7 +14,7 @@ def test_gradients_equal_those_of_the_plain_expression() -> None:
     gate, up = (torch.randn(11, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
     down = torch.randn(5, 11, dtype=torch.float64, requires_grad=True)
     plain = (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
-    out = GatedMLP.apply(x, torch.cat((gate, up)).detach(), gate, up, down)
+    out = GatedMLP.apply(x, torch.cat((gate, up)).detach(), gate, up, down, False)
     assert isinstance(out, torch.Tensor)
     torch.testing.assert_close(out, plain)
     d_out, leaves = torch.randn_like(out), (x, gate, up, down)

@@ -6,7 +6,10 @@ from torch import Tensor
 
 from dflash.attention import NOWHERE, attend_rows, row_spans
 from dflash.block_attention import attend_ranges
+from dflash.fp8 import narrowed, product
 from dflash.gated import gated_backward
+from dflash.kernels.head import gradient_in_place, narrow_gradient, row_statistics
+from dflash.train.narrow import HOPPER
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -63,3 +66,21 @@ def test_the_gated_gradient_equals_torch(dtype: torch.dtype, tolerance: float) -
     ours, wanted = gated_backward(gate_up, d_product), gated_backward(gate_up.cpu().double(), d_product.cpu().double())
     for mine, theirs in zip(ours, wanted, strict=True):
         torch.testing.assert_close(mine.cpu().double(), theirs, atol=tolerance, rtol=tolerance)
+
+
+def test_products_and_the_heads_gradient_in_e4m3() -> None:
+    if torch.cuda.get_device_capability() < HOPPER:
+        pytest.skip("needs a Hopper GPU")
+    a, b = (torch.randn(rows, 512, device="cuda").bfloat16() for rows in (300, 1008))
+    for fast in (False, True):
+        out, wanted = product(narrowed(a), narrowed(b), fast).float(), narrowed(a).wide() @ narrowed(b).wide().T
+        assert (out - wanted).norm() <= 5e-3 * wanted.norm()
+    logits, targets = (torch.randn(64, 5000, device="cuda") * 3).bfloat16(), torch.randint(5000, (64,), device="cuda")
+    lse, picked, highest = row_statistics(logits, targets, 0.7, 9.0)
+    weights = torch.rand(64, device="cuda")
+    weights[5], logits[5] = 0.0, float("nan")
+    whole, wanted = logits.float(), (targets, lse, weights, 0.7, 9.0)
+    narrow = narrow_gradient(logits, picked, highest, *wanted)
+    gradient_in_place(whole, *wanted)
+    error = (narrow.wide() - whole).abs()
+    assert (error <= torch.maximum(whole.abs() * 2**-4, narrow.scale * 2**-9) * 1.01 + 1e-12).all()

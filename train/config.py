@@ -64,7 +64,10 @@ class TrainConfig:
     seed: int = setting(0, "Seed of initialisation, order and anchors.")
 
     precision: str | None = setting(
-        None, "Of the arithmetic; masters are always fp32. bf16 on a GPU, fp32 on a CPU.", choices=("fp32", "bf16")
+        None,
+        "Of the arithmetic; masters are always fp32. bf16 on a GPU, fp32 on a CPU; fp8 multiplies in e4m3, on Hopper "
+        "and newer.",
+        choices=("fp32", "bf16", "fp8"),
     )
     graph: str | None = setting(
         None,

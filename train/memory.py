@@ -60,6 +60,7 @@ class Need:
     tied: bool = False  # the head is the embedding
     muon: bool = False
     ema: bool = False
+    fp8: bool = False
     cuda: bool = True
 
     @property
@@ -112,7 +113,7 @@ def forecast(need: Need, economy: Economy = PLAIN) -> Forecast:
     return Forecast(
         parameters=(4 + copies) * total,
         optimiser=4 * total + moments + (4 * total if need.ema else 0),
-        frozen=table if need.tied or away else 2 * table,
+        frozen=(table if need.tied or away else 2 * table) + (2 * table // need.compute_bytes if need.fp8 else 0),
         inputs=inputs,
         step=max(step_bytes(need, *each, economy) for each in need.sizes),
         validation=STATES + LOGIT_BYTES * (logits_at_once(need, economy) // VALIDATION_SHARE),

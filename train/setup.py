@@ -22,6 +22,7 @@ from dflash.target import TargetSpec, read_frozen
 from dflash.train.config import TrainConfig
 from dflash.train.folder import checkpoints
 from dflash.train.memory import CONTEXT, Economy, Forecast, Need, choose, forecast, gigabytes, sentence
+from dflash.train.narrow import check_fp8, to_fp8
 from dflash.train.optimiser import Optimiser, flatten
 from dflash.train.origin import check_start
 from dflash.train.plan import Plan, batch_plan, open_store, rows_to_train_on
@@ -31,7 +32,7 @@ from dflash.train.shape import drafter_config
 from dflash.train.static import Parts
 from dflash.train.step import Model, Objective
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,8 @@ def set_up(config: TrainConfig, ranks: Ranks, device: torch.device) -> Setup:
     spec = TargetSpec.read(store.target_folder, name=store.meta.target["name"])
     shape = drafter_config(config, store, spec)
     dtype = DTYPES[config.precision or ("bf16" if device.type == "cuda" else "fp32")]
+    if config.precision == "fp8":
+        check_fp8(device, shape)
     layout = Layout.of(store, plan.largest)
     need = need_of(config, store, plan, shape, layout, dtype, device)
     economy = choose(need, memory_limit(config, device))
@@ -91,6 +94,7 @@ def need_of(
         tied=not (store.target_folder / "head.safetensors").exists(),
         muon=config.optimizer == "muon",
         ema=config.ema is not None,
+        fp8=config.precision == "fp8",
         cuda=device.type == "cuda",
     )
 
@@ -144,6 +148,8 @@ def build(
         head=Head(frozen.head.to(device), spec.logit_scale / spec.logit_divisor, spec.softcap),
         tap_rms=tap_rms(store, device),
     )
+    if config.precision == "fp8":
+        model = to_fp8(model)
     gamma = config.gamma or default_gamma(shape.block_size)
     decay = decay_weights(shape.block_size, gamma, device) if config.weights == "decay" else None
     objective = Objective(loss=config.loss, decay_J=decay, prefix=config.label_prefix)

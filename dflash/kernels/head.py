@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dflash.fp8 import E4M3, LARGEST, TINY, Narrow
+
 COLUMNS = 4096  # of a row at once
 
 
@@ -63,7 +65,9 @@ def _rows_kernel(
 
 @triton.jit
 def _gradient_kernel(
-    logits,  # [n, V], overwritten by the gradient
+    logits,  # [n, V]
+    out,  # [n, V], the gradient times `grow`; may be the logits' memory
+    grow,  # fp32 [n], where NARROW
     targets,  # int64 [n]
     lse,  # fp32 [n]
     weights,  # fp32 [n]
@@ -71,11 +75,13 @@ def _gradient_kernel(
     scale,
     cap,
     HAS_CAP: tl.constexpr,
+    NARROW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * columns
     target = tl.load(targets + row)
+    grown = tl.load(grow + row) if NARROW else 1.0
     normaliser = tl.load(lse + row)
     weight = tl.load(weights + row)
     offsets = tl.arange(0, BLOCK)
@@ -88,7 +94,9 @@ def _gradient_kernel(
             d = d * (1.0 - (x / cap) * (x / cap))
         # where(), not a product alone: a row that does not count may hold anything, and 0 · inf is NaN
         d = tl.where(weight == 0.0, 0.0, d * weight * scale)
-        tl.store(start + column, d.to(logits.dtype.element_ty), mask=inside)
+        if NARROW:
+            d = tl.minimum(tl.maximum(d * grown, -448.0), 448.0)
+        tl.store(out + row * columns + column, d.to(out.dtype.element_ty), mask=inside)
 
 
 def row_statistics(
@@ -108,6 +116,27 @@ def gradient_in_place(
 ) -> None:
     """Overwrite raw products [n, V] by the gradient of Σ weight · cross entropy with respect to them."""
     _gradient_kernel[(logits.shape[0],)](
-        logits, targets, lse, weights, logits.shape[1], scale, softcap or 1.0,
-        HAS_CAP=softcap is not None, BLOCK=COLUMNS, num_warps=8,
+        logits, logits, lse, targets, lse, weights, logits.shape[1], scale, softcap or 1.0,
+        HAS_CAP=softcap is not None, NARROW=False, BLOCK=COLUMNS, num_warps=8,
     )  # fmt: skip
+
+
+def narrow_gradient(
+    logits: Tensor, picked: Tensor, highest: Tensor, targets: Tensor, lse: Tensor, weights: Tensor, scale: float,
+    softcap: float | None,
+) -> Narrow:  # fmt: skip
+    """The same gradient in e4m3, without a pass that looks for each row's largest magnitude.
+
+    That is |weight · scale| times the larger of 1 - p(target) and, where another token has the highest logit, its p; a
+    softcap's derivative only shrinks it.
+    """
+    others = torch.where(picked < highest, torch.exp(highest - lse), 0.0)
+    largest = (weights * scale).abs() * torch.maximum(others, -torch.expm1(picked - lse))
+    largest = torch.where(weights == 0.0, 0.0, largest)  # such a row may hold anything
+    unit = (largest / LARGEST).clamp(min=TINY)
+    values = torch.empty(logits.shape, dtype=E4M3, device=logits.device)
+    _gradient_kernel[(logits.shape[0],)](
+        logits, values, 1 / unit, targets, lse, weights, logits.shape[1], scale, softcap or 1.0,
+        HAS_CAP=softcap is not None, NARROW=True, BLOCK=COLUMNS, num_warps=8,
+    )  # fmt: skip
+    return Narrow(values, unit[:, None])
