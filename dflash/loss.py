@@ -126,7 +126,9 @@ def dpace_weights(ce_AJ: Tensor, counts_AJ: Tensor, alpha: float = 0.5) -> Tenso
     """D-PACE (arXiv 2605.18810): w_j = Σ_{m≥j} Π_{i≤m} q̃_i with q̃ = (1-α) exp(-ce) + α; unscored slots are no-ops."""
     confidence = (1 - alpha) * torch.exp(-ce_AJ) + alpha
     reach = torch.where(counts_AJ > 0, confidence, 1.0).cumprod(dim=1) * counts_AJ
-    return reach.flip(1).cumsum(dim=1).flip(1) * counts_AJ
+    # a product, since a GPU's cumsum has no version that repeats bit for bit
+    onward = torch.ones(reach.shape[1], reach.shape[1], dtype=reach.dtype, device=reach.device).tril()
+    return reach @ onward * counts_AJ
 
 
 @dataclass(frozen=True)
