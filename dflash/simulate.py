@@ -82,15 +82,18 @@ class Tally:
         return {"pooled": self.tokens / self.cycles, "macro": sum(self.responses) / len(self.responses)}
 
     def per_slot(self) -> list[dict[str, float | int | None]]:
-        """acceptance: share of cycles whose drafts up to this slot were all accepted; conditional: given those
-        before."""
+        """acceptance: share of cycles whose drafts up to this slot were all accepted; conditional: given those before.
+
+        A slot behind the end of an answer was never asked for. The cycles that ended right before a slot (with all
+        drafts accepted) are those by which it was asked for less often than its neighbour.
+        """
         rows: list[dict[str, float | int | None]] = []
         for slot, (drafted, accepted) in enumerate(zip(self.drafted, self.accepted, strict=True)):
-            before = self.accepted[slot - 1] if slot else drafted
+            before = self.accepted[slot - 1] - (self.drafted[slot - 1] - drafted) if slot else drafted
             rows.append({
                 "slot": slot + 1,
                 "acceptance": accepted / drafted if drafted else None,
-                "conditional": min(1.0, accepted / before) if before else None,
+                "conditional": accepted / before if before else None,
             })  # fmt: skip
         return rows
 

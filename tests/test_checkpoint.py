@@ -148,6 +148,11 @@ def test_what_was_written_is_read_back(tmp_path: Path, changes: dict, layout: st
     assert len(tensors) == len(tensor_shapes(config))
 
 
+def test_what_is_causal_says_of_sliding_layers_alone_may_stand_there(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(KEYS | SLIDING | {"is_causal": True}))
+    assert read_config(tmp_path)[0].windows == (64, 64)
+
+
 def test_the_last_layer_has_no_id_in_the_speculators_layout(tmp_path: Path) -> None:
     with pytest.raises(DflashError, match=r"cannot express tap 5, the target's last layer.*--layout z-lab"):
         write(tmp_path, small_config(taps=(1, 5)), "speculators")
@@ -208,10 +213,15 @@ def test_a_foreign_speculators_config_does_not_say_how_many_layers_the_target_ha
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"is_causal": True}, "is_causal is True"),
-        ({**SLIDING, "is_causal": False}, "is_causal is false"),
+        ({**SLIDING, "is_causal": False}, "is_causal is False .*leave the field out"),
+        (
+            {**SLIDING, "layer_types": ["sliding_attention", "full_attention"], "is_causal": True},
+            "is_causal is True .*leave the field out",
+        ),
         ({"layer_types": ["chunked_attention"] * 2}, "layer_types is"),
         ({"layer_types": ["full_attention"]}, "for each layer"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_theta is 10000.0.*500000.0"),
+        ({"rope_scaling": YARN}, "rope_scaling is .*yarn.*, rope_parameters .*default.*; make them equal"),
         ({"rope_scaling": {"rope_type": "default", "mrope_section": [1, 2, 3]}}, "RoPE"),
         ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "RoPE .longrope"),
         ({"block_size": 8}, "block_size is 8, dflash_config.block_size is 5"),

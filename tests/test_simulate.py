@@ -62,6 +62,16 @@ def test_conditional_acceptance_is_given_the_slots_before() -> None:
     assert [slot["conditional"] for slot in tally.per_slot()] == [0.5, 0.5]
 
 
+def test_an_answer_that_ends_within_a_block_is_no_rejection() -> None:
+    """A drafter that is never wrong has all conditional shares at 1, wherever the answers end."""
+    tally = Tally(slots=7)
+    for end in (5, 9, 14, 40):
+        found = walk(0, end, dict.fromkeys(range(end), 7), slots=7)
+        tally.add(found.lengths, found.drafted, found.accepted)
+    assert {slot["conditional"] for slot in tally.per_slot()} == {1.0}
+    assert {slot["acceptance"] for slot in tally.per_slot()} == {1.0}
+
+
 @dataclass(frozen=True)
 class Parts:
     drafter: Drafter

@@ -266,6 +266,90 @@ def test_without_its_store_the_gate_takes_random_states(run: Path, gemma: Path, 
         export(ExportConfig(source=source, out=str(tmp_path / "two"), layout="speculators"))
 
 
+def test_the_targets_own_tensors_stand_in_for_a_store_that_is_gone(
+    gemma: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The speculators layout needs them, and the message of the layout without them asks for --target."""
+    shutil.copytree(gemma / "run", tmp_path / "run")
+    for path in (tmp_path / "run" / "checkpoints").glob("*/state.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"store": str(tmp_path / "gone")}))
+    source, target = str(tmp_path / "run"), str(gemma / "target")
+    result = export(ExportConfig(source=source, out=str(tmp_path / "out"), layout="speculators", target=target))
+    assert "random" in result["checked_on"]
+    assert "only files of --target were compared" in capsys.readouterr().err
+    own = load_file(gemma / "target/model.safetensors")["model.embed_tokens.weight"]
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(written["embed_tokens.weight"], (own * 8.0).bfloat16())
+    with pytest.raises(DflashError, match="are gone; leave the flag out"):
+        export(ExportConfig(source=source, out=str(tmp_path / "two"), target=target))
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "message"),
+    [
+        (float("nan"), "bfloat16", "The checkpoint's own logits on .* are not finite; export another checkpoint"),
+        (1e6, "float16", "Stored as float16, .* are not finite; export it with --dtype bfloat16"),
+    ],
+)
+def test_weights_that_are_not_finite_are_refused_with_their_cause(
+    run: Path, tmp_path: Path, value: float, dtype: str, message: str
+) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints" / "step-000004"
+    tensors = load_file(folder / "model.safetensors")
+    tensors["fc.weight"][0, 0] = value
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(DflashError, match=message):
+        export(ExportConfig(source=str(folder), out=str(tmp_path / "out"), dtype=dtype))
+
+
+def test_an_export_is_replaced_and_at_no_moment_half_deleted(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ExportConfig(source=str(run), out=str(tmp_path / "out"))
+    export(config)
+    delete = shutil.rmtree
+
+    def killed(folder: Path, **more: Any) -> None:
+        if (Path(folder) / "config.json").exists() and "partial" not in str(folder):
+            (Path(folder) / "config.json").unlink()
+            raise KeyboardInterrupt
+        delete(folder, **more)
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        export(config)
+    assert read_drafter(tmp_path / "out")
+    monkeypatch.undo()
+    export(config)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_file_a_foreign_drafter_and_an_export_with_notes_are_left_alone(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("keep")
+    for name in ("foreign", "noted"):
+        export(ExportConfig(source=str(run), out=str(tmp_path / name)))
+    document = json.loads((tmp_path / "foreign" / "config.json").read_text())
+    (tmp_path / "foreign" / "config.json").write_text(json.dumps(document | {"dflash": None}))
+    (tmp_path / "noted" / "notes.md").write_text("keep")
+    for name in ("file", "foreign", "noted"):
+        with pytest.raises(DflashError, match="no export"):
+            export(ExportConfig(source=str(run), out=str(tmp_path / name)))
+
+
+def test_a_checkpoint_named_from_within_its_folder_is_exported_into_its_run(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    monkeypatch.chdir(tmp_path / "run" / "checkpoints")
+    export(ExportConfig(source="step-000004"))
+    assert (tmp_path / "run" / "export" / "config.json").exists()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    export(ExportConfig(source=str(run), out="."))
+    assert (tmp_path / "here" / "config.json").exists()
+
+
 def test_a_folder_with_other_files_is_left_alone(run: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("keep")
     with pytest.raises(DflashError, match="no export"):

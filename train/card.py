@@ -20,7 +20,7 @@ has no labels).
   that the answer has.
 - **Pooled**: all tokens over all cycles. **Macro**: the mean of the answers' means.
 - **Accepted** at slot j: share of cycles in which drafts 1 to j were all accepted. **Given those before**: of the
-  cycles in which drafts 1 to j-1 were.
+  cycles in which drafts 1 to j-1 were. Slots behind the end of an answer do not count.
 """
 
 

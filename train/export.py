@@ -5,6 +5,7 @@ fp32, with those of the trained weights rounded to the stored dtype: a lost RoPE
 cannot pass. With --target the stored states are compared with the live target's tapped layers as well.
 """
 
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,13 +35,15 @@ from dflash.train.folder import Checkpoint, checkpoints, read_checkpoint
 from dflash.train.gate import CheckRow, check_export, check_taps, ends_of, random_rows, stored_rows
 from dflash.train.origin import origin_in
 
+WRITTEN = {"config.json", "model.safetensors", "README.md"}
+
 
 def export(config: ExportConfig) -> dict[str, Any]:
     """Write, reload, compare; the result says which step was taken and why."""
     checkpoint, why = choose_checkpoint(Path(config.source))
-    run = checkpoint.folder.parent.parent
+    run = Path(os.path.normpath(checkpoint.folder / ".." / ".."))  # also of a bare step-000400
     out = Path(config.out) if config.out else run / "export"
-    if out.exists() and any(out.iterdir()) and not is_export(out):
+    if not is_free(out):
         raise DflashError(f"--out {out} has files that are no export; choose another folder or empty it.")
     store = store_of(checkpoint)
     origin, shape = origin_in(checkpoint, store), shape_of(checkpoint)
@@ -48,16 +51,13 @@ def export(config: ExportConfig) -> dict[str, Any]:
     if config.target is not None:
         compared = compare_with_target(config, checkpoint, shape, origin, store, rows)
     frozen = frozen_parts(config, store)
-    temporary = out.with_name(f".{out.name}.partial")
+    final = out.resolve()
+    temporary = final.with_name(f".{final.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         checked = write(temporary, config, checkpoint, shape, origin, frozen, rows)
-        fsync_path(temporary)
-        if out.exists():
-            shutil.rmtree(out)
-        temporary.rename(out)
-        fsync_path(out.parent)
+        replace(final, temporary)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     for note in notes(config, origin):
@@ -71,7 +71,7 @@ def export(config: ExportConfig) -> dict[str, Any]:
         "acceptance_length": validation_of(checkpoint).get("acceptance_length"),
         "block_size": shape.block_size,
         "target": origin.target,
-        "checked_on": str(checkpoint.state["store"]) if rows else "random states (the store is gone)",
+        "checked_on": str(checkpoint.state["store"]) if rows else "random states (the run's store is gone)",
         **checked,
         **compared,
     }
@@ -132,12 +132,28 @@ def validation_of(checkpoint: Checkpoint) -> dict[str, Any]:
     return found if found.get("step") == checkpoint.step else {}
 
 
-def is_export(folder: Path) -> bool:
+def is_free(folder: Path) -> bool:
+    """Whether nothing is there, or an export of ours and no file besides, which may be replaced."""
+    if not folder.exists():
+        return True
+    if not folder.is_dir() or {file.name for file in folder.iterdir()} - WRITTEN:
+        return False
     try:
-        read_config(folder)
+        return not any(folder.iterdir()) or read_config(folder)[1] is not None
     except DflashError:
         return False
-    return True
+
+
+def replace(folder: Path, new: Path) -> None:
+    """Rename `new` onto the folder; what was there is deleted afterwards, so that no half of it is ever seen."""
+    gone = folder.with_name(f".{folder.name}.gone")
+    shutil.rmtree(gone, ignore_errors=True)
+    fsync_path(new)
+    if folder.exists():
+        folder.rename(gone)
+    new.rename(folder)
+    fsync_path(folder.parent)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def shape_of(checkpoint: Checkpoint) -> DrafterConfig:
@@ -175,6 +191,9 @@ def compare_with_target(
     )
     check_origin(found, "name the target that the store was extracted from")
     if store is None or not rows:
+        if config.layout == "speculators":  # needs the target's tensors all the same
+            say(f"Note: the states in {checkpoint.state['store']} are gone; only files of --target were compared.")
+            return {}
         raise DflashError(
             f"--target {config.target} cannot be compared: the states in {checkpoint.state['store']} are gone; leave "
             "the flag out."

@@ -97,22 +97,33 @@ def check_export(
     trained = _loaded(shape, tensors)
     moved, agreeing, drafts = 0.0, 0, 0
     for row in rows:
+        exact = draft_logits(trained, row, ends)
         ours, back = draft_logits(rounded, row, rounded_ends), draft_logits(reloaded, row, theirs)
+        _check_finite(exact, ours, row, dtype)
         if not torch.equal(ours, back):
             gap = (ours - back).abs().max().item()
             raise DflashError(
                 f"{folder} gives other logits than the trained drafter on {row.name} (by up to {gap:.3g}); nothing was "
                 "exported, so report it."
             )
-        exact = draft_logits(trained, row, ends)
         moved = max(moved, ((back - exact).norm() / exact.norm().clamp(min=1e-30)).item())
         agreeing += int((back.argmax(-1) == exact.argmax(-1)).sum())
         drafts += back[..., 0].numel()
-    if not moved <= MOST_ROUNDING:  # NaN too
+    if moved > MOST_ROUNDING:
         raise DflashError(
             f"Stored as {dtype}, the drafter's logits move by {moved:.1%}; export it with --dtype bfloat16 or float32."
         )
     return {"rounding": moved, "same_drafts": agreeing / drafts}
+
+
+def _check_finite(exact: Tensor, rounded: Tensor, row: CheckRow, dtype: str) -> None:
+    if not exact.isfinite().all():
+        raise DflashError(f"The checkpoint's own logits on {row.name} are not finite; export another checkpoint.")
+    if not rounded.isfinite().all():
+        raise DflashError(
+            f"Stored as {dtype}, the drafter's logits on {row.name} are not finite; export it with --dtype bfloat16 or "
+            "float32."
+        )
 
 
 def _rounded(tensor: Tensor, dtype: str) -> Tensor:

@@ -49,7 +49,8 @@ def check_shapes(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tu
             raise DflashError(f"{path}: the tensor {name} is not of a DFlash drafter; export the drafter again.")
         if found[name] != expected[name]:
             raise DflashError(
-                f"{path}: {name} has shape {list(found[name])}, config.json asks for {list(expected[name])}."
+                f"{path}: {name} has shape {list(found[name])}, config.json asks for {list(expected[name])}; export "
+                "the drafter again."
             )
 
 
@@ -150,15 +151,18 @@ def _check_plain(document: Mapping[str, Any], path: Path, prefix: str) -> None:
         raise DflashError(f"{path}: {prefix}layer_types is {list(kinds)}; give {FULL} or {SLIDING} for each layer.")
     if SLIDING in kinds:
         need(document, "sliding_window", path, prefix)
-        if document.get("is_causal") is False:
+    causal = {kind == SLIDING for kind in kinds or (FULL,)}  # what is_causal sets for all layers, here each kind has
+    if document.get("is_causal") is not None and causal != {document["is_causal"]}:
+        raise DflashError(
+            f"{path}: {prefix}is_causal is {document['is_causal']!r} for every layer, but here sliding layers are "
+            "causal and full ones are not; leave the field out if the drafter was trained so."
+        )
+    only = {"hidden_act": "silu", "attention_bias": False, "is_neox_style": True}
+    for name, allowed in only.items():
+        if document.get(name, allowed) not in (allowed, None):
             raise DflashError(
-                f"{path}: {prefix}is_causal is false, but must be true for this version's sliding layers."
-            )
-    wrong = {"hidden_act": ("silu",), "attention_bias": (False,), "is_neox_style": (True,), "is_causal": (False,)}
-    for name, allowed in wrong.items():
-        if document.get(name, allowed[0]) not in (*allowed, None):
-            raise DflashError(
-                f"{path}: {prefix}{name} is {document[name]!r}, but this version runs {allowed[0]!r} only."
+                f"{path}: {prefix}{name} is {document[name]!r}, but this version runs {allowed!r} only; give another "
+                "drafter."
             )
 
 
@@ -172,15 +176,24 @@ def _rope(document: Mapping[str, Any], path: Path, prefix: str) -> tuple[float, 
         raise DflashError(
             f"{path}: {prefix}rope_theta is {thetas[0]}, rope_parameters.rope_theta is {thetas[1]}; make them equal."
         )
-    scaling = dict(document.get("rope_scaling") or parameters)
-    scaling.pop("rope_theta", None)
-    kind = scaling.pop("type", None) if "rope_type" not in scaling else scaling["rope_type"]
-    kind = kind or "default"
-    if kind not in ROPE_KINDS or "mrope_section" in scaling or scaling.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise DflashError(
-            f"{path}: its RoPE ({kind}) must be one that this version runs: full rotary, {', '.join(ROPE_KINDS)}."
-        )
-    return float(thetas[0]), None if kind == "default" else scaling | {"rope_type": kind}
+    given = [_spelled(each) for each in (document.get("rope_scaling"), parameters) if each]
+    for each in given:
+        if each["rope_type"] not in ROPE_KINDS or "mrope_section" in each or "partial_rotary_factor" in each:
+            raise DflashError(
+                f"{path}: its RoPE ({each['rope_type']}) must be one that this version runs: full rotary, "
+                f"{', '.join(ROPE_KINDS)}."
+            )
+    if given and given[0] != given[-1]:
+        raise DflashError(f"{path}: {prefix}rope_scaling is {given[0]}, rope_parameters {given[1]}; make them equal.")
+    return float(thetas[0]), None if not given or given[0]["rope_type"] == "default" else given[0]
+
+
+def _spelled(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """RoPE scaling in one spelling: `rope_type`, its numbers, and nothing that says "as usual"."""
+    found = {name: value for name, value in scaling.items() if name not in ("type", "rope_theta")}
+    if found.get("partial_rotary_factor") == 1.0:
+        del found["partial_rotary_factor"]
+    return found | {"rope_type": found.get("rope_type") or scaling.get("type") or "default"}
 
 
 def _check_ranges(config: DrafterConfig, path: Path) -> None:
