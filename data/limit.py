@@ -10,8 +10,8 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-def within(seconds: float, late: Exception, call: Callable[[], Result]) -> Result:
-    """`call()`, or `late` raised out of it after `seconds`.
+def within(seconds: float, late: Callable[[], Exception], call: Callable[[], Result]) -> Result:
+    """`call()`, or `late()` raised out of it after `seconds`.
 
     By the alarm signal, which only a process's main thread can take: elsewhere there is no limit. A limit that is
     running already (a test's, say) goes on afterwards.
@@ -20,7 +20,7 @@ def within(seconds: float, late: Exception, call: Callable[[], Result]) -> Resul
         return call()
 
     def ring(signum: int, frame: FrameType | None) -> None:
-        raise late
+        raise late()
 
     handler = signal.signal(signal.SIGALRM, ring)
     outer, started = signal.setitimer(signal.ITIMER_REAL, seconds), time.monotonic()

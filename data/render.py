@@ -85,9 +85,6 @@ class Turn:
 class EndlessTemplateError(BadLineError):
     """The template was still running when its time was over."""
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__("endless_template", f"the chat template has not rendered it within {seconds:g} s")
-
 
 def render_text(
     messages: Sequence[Message],
@@ -103,7 +100,9 @@ def render_text(
     try:
         return within(
             seconds,
-            EndlessTemplateError(seconds),
+            lambda: EndlessTemplateError(
+                "endless_template", f"the chat template has not rendered it within {seconds:g} s"
+            ),
             lambda: tokenizer.apply_chat_template(
                 list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt, **template_args
             ),

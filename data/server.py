@@ -43,7 +43,7 @@ def complete(url: str, body: dict[str, Any], stop: Stop) -> Reply:
             wait = max(wait, min(float(asked), LONGEST_WAIT)) if asked.isdigit() else wait
             if error.code not in RETRIED:
                 raise DflashError(
-                    f"The server {url} refuses a request, so check --model and its limits: {reason}"
+                    f"The server {url} refuses a request ({reason}); check --model and the server's limits."
                 ) from None
         except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
             reason = str(getattr(error, "reason", error)) or type(error).__name__
@@ -52,7 +52,7 @@ def complete(url: str, body: dict[str, Any], stop: Stop) -> Reply:
         time.sleep(wait)
         wait = min(2 * wait, LONGEST_WAIT)
     raise DflashError(
-        f"The server {url} does not answer after {attempt} attempts, so start it or give another --server: {reason}"
+        f"The server {url} does not answer after {attempt} attempts ({reason}); start it or give another --server."
     )
 
 
@@ -74,7 +74,10 @@ def _parse(url: str, reply: bytes) -> Reply:
         return Reply(choice, int(usage.get("completion_tokens") or 0))
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError):
         start = reply[:80].decode(errors="replace")
-        raise DflashError(f"The server {url} answers with something else than a chat completion: {start!r}") from None
+        raise DflashError(
+            f"The server {url} answers with something else than a chat completion ({start!r}); give a "
+            "--server that speaks OpenAI's protocol."
+        ) from None
 
 
 def _detail(error: urllib.error.HTTPError) -> str:

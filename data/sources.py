@@ -59,7 +59,7 @@ class HubDataset:
         except Exception as error:  # `datasets` raises a dozen types for one fact
             what = " ".join(str(error).split()) or type(error).__name__
             raise DflashError(
-                f"{self.name} is no file, and `datasets` cannot load it either, so give a JSONL file: {what}"
+                f"{self.name} is no file, and `datasets` cannot load it either ({what}); give a JSONL file."
             ) from error
         for row in rows:
             self.count += 1

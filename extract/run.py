@@ -140,7 +140,9 @@ def open_or_create(job: Job) -> Store:
 
 def prepare_documents(job: Job, folder: Path) -> Prepared:
     folder.mkdir(parents=True, exist_ok=True)
-    with workers.stopping_at_once("the documents were not complete, so nothing is kept; run the same command again."):
+    with workers.stopping_at_once(
+        f"the documents of {job.root} were not complete, so nothing is kept; run the same command again."
+    ):
         prepared: Prepared = job.prepare(
             job.data, job.tokenizer, folder, stop_token_ids(job.source), vocab_size=job.spec.vocab_size
         )

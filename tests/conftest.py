@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from make_tiny import make_tiny
-from raised import WATCH, watch
+from raised import WATCH, is_watching, watch
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -19,21 +19,37 @@ watch()
 
 MOST_UNSEEN = 110  # errors that no test raises in a process that we see: falls, never rises
 FILES: set[str] = set()  # of this session, those of pytest-xdist's workers included
+WRONG: set[str] = set()  # messages that were raised and are not one sentence with place and remedy
+FINDINGS: dict[str, list[str]] = {}
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A session of every test file ends with an error where more errors than MOST_UNSEEN were raised by no test."""
+    """Every message that was raised is one sentence with place and remedy; and in a session of every test file, every
+    error of the program was raised. What is not so fails the session."""
+    assert is_watching(), "a test has replaced the __init__ of an error, so that errors went unseen"
     FILES.update(item.path.name for item in getattr(session, "items", ()))
+    WRONG.update(WATCH.wrong())
     worker = getattr(session.config, "workeroutput", None)
     if worker is not None:
-        worker["raised"], worker["files"] = WATCH.places(), sorted(FILES)
+        worker["raised"], worker["files"], worker["wrong"] = WATCH.places(), sorted(FILES), sorted(WRONG)
+        return
+    if session.exitstatus != pytest.ExitCode.OK:
         return
     wanted = {path.name for path in Path(__file__).parent.glob("test_*.py") if not path.name.startswith("test_gpu")}
-    if session.exitstatus != pytest.ExitCode.OK or wanted - FILES:
-        return
-    if len(unseen := WATCH.unseen()) > MOST_UNSEEN:
-        print(f"\n{len(unseen)} errors were raised by no test:", *unseen, sep="\n")
+    unseen = [] if wanted - FILES else [str(site) for site in WATCH.unseen()]
+    if len(unseen) > MOST_UNSEEN:
+        FINDINGS["errors that no test raises"] = unseen
+    if WRONG:
+        FINDINGS["messages that are not one sentence with place and remedy"] = sorted(WRONG)
+    if FINDINGS:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for title, lines in FINDINGS.items():
+        terminalreporter.section(f"{len(lines)} {title}", red=True)
+        for line in lines:
+            terminalreporter.line(line)
 
 
 class Workers:
@@ -41,8 +57,10 @@ class Workers:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        FILES.update(getattr(node, "workeroutput", {}).get("files", ()))
-        WATCH.merge(getattr(node, "workeroutput", {}).get("raised", ()))
+        told = getattr(node, "workeroutput", {})
+        FILES.update(told.get("files", ()))
+        WRONG.update(told.get("wrong", ()))
+        WATCH.merge(told.get("raised", ()))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,22 +1,25 @@
 """Every error that the program can raise, from the syntax trees; and every one that was raised while the tests ran.
 
-`watch` is called by conftest.py. An error made in another process is not seen.
+`watch` is called by conftest.py. An error made in another process than pytest's own ones is not seen.
 """
 
 import ast
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dflash.errors import DflashError, DiskFullError, Interrupted
+from dflash.cli.options import Failure
+from dflash.data.conversations import BadLineError
+from dflash.errors import DflashError
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("dflash", "data", "extract", "train")
-ERRORS = tuple(error.__name__ for error in (DflashError, DiskFullError, Interrupted))
+BASES: tuple[type[Exception], ...] = (DflashError, BadLineError, Failure)
 
 
 @dataclass(frozen=True)
@@ -27,25 +30,50 @@ class Site:
     first: int  # lines
     last: int
     template: str
+    kind: str = DflashError.__name__
 
     def __str__(self) -> str:
         return f"{self.file}:{self.first} {self.template}"
 
 
-def sites() -> Iterator[Site]:
+def sources() -> Iterator[Path]:
     for folder in FOLDERS:
         for parent, folders, files in os.walk(ROOT / folder):  # follows no symlink
             folders[:] = [each for each in folders if each != "__pycache__"]
-            for file in sorted(files):
-                if file.endswith(".py"):
-                    yield from sites_of(Path(parent) / file)
+            yield from (Path(parent) / file for file in sorted(files) if file.endswith(".py"))
+
+
+def sites() -> Iterator[Site]:
+    for path in sources():
+        yield from sites_of(path)
 
 
 def sites_of(path: Path) -> Iterator[Site]:
+    """Calls of an error's class. What only passes another error's words on, `str(error)`, is no place of its own."""
     name = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ERRORS and node.args:
-            yield Site(name, node.lineno, node.end_lineno or node.lineno, template(node.args[0]))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in kinds() and node.args:
+            kind = kinds()[node.func.id]
+            words = template(node.args[-1] if kind == BadLineError.__name__ else node.args[0])
+            if words != "{str(error)}":
+                yield Site(name, node.lineno, node.end_lineno or node.lineno, words, kind)
+
+
+@cache
+def kinds() -> dict[str, str]:
+    """Every class of errors in the sources -> which of `BASES` it is."""
+    found = {base.__name__: base.__name__ for base in BASES}
+    classes = [
+        node for path in sources() for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
+    ]
+    while more := {
+        node.name: found[base.id]
+        for node in classes
+        for base in node.bases
+        if isinstance(base, ast.Name) and base.id in found and node.name not in found
+    }:
+        found |= more
+    return found
 
 
 def template(node: ast.expr) -> str:
@@ -69,15 +97,14 @@ class Watch:
     def __init__(self) -> None:
         self.messages: dict[tuple[str, int], set[str]] = {}
 
-    def remember(self, error: BaseException, *arguments: Any) -> None:
-        Exception.__init__(error, *arguments)
+    def remember(self, error: BaseException) -> None:
         frame = sys._getframe(1)
         while frame.f_code.co_filename.endswith(("dflash/errors.py", "raised.py")) and frame.f_back:
             frame = frame.f_back
-        path = Path(os.path.realpath(frame.f_code.co_filename))
+        path = Path(os.path.realpath(frame.f_code.co_filename))  # dflash/data is a symlink
         if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in FOLDERS:
             place = str(path.relative_to(ROOT)), frame.f_lineno
-            self.messages.setdefault(place, set()).add(str(arguments[0]) if arguments else "")
+            self.messages.setdefault(place, set()).add(str(error))
 
     def of(self, site: Site) -> set[str]:
         return {
@@ -91,21 +118,46 @@ class Watch:
         """Errors that nothing raised."""
         return [site for site in sites() if not self.of(site)]
 
+    def wrong(self) -> list[str]:
+        """What is wrong with messages that were raised, once a place and cause."""
+        found: dict[tuple[str, str], str] = {}
+        for site in sites():
+            for message in self.of(site) - {ELSEWHERE}:
+                if why := complaint(whole(message, site.kind)):
+                    found[f"{site.file}:{site.first}", why] = ascii(message)[1:-1][:300]
+        return [f"{place} {why}: {message}" for (place, why), message in found.items()]
+
     def places(self) -> list[tuple[str, int]]:
         return list(self.messages)  # the messages themselves may hold what no other process can be sent
 
     def merge(self, other: Iterable[tuple[str, int]]) -> None:
         """What another process saw, from its `places`."""
         for file, line in other:
-            self.messages.setdefault((file, line), {"in another process"})
+            self.messages.setdefault((file, line), {ELSEWHERE})
 
 
+ELSEWHERE = "in another process"
 WATCH = Watch()
+INSTALLED: dict[type[Exception], Callable[..., None]] = {}
 
 
 def watch() -> None:
     """Remember every error from now on."""
-    DflashError.__init__ = lambda error, *arguments: WATCH.remember(error, *arguments)  # type: ignore[method-assign]
+    for base in BASES:
+        INSTALLED[base] = base.__init__ = _watched(base.__init__)  # type: ignore[method-assign]
+
+
+def _watched(init: Callable[..., None]) -> Callable[..., None]:
+    def made(error: BaseException, *arguments: Any, **named: Any) -> None:
+        init(error, *arguments, **named)
+        WATCH.remember(error)
+
+    return made
+
+
+def is_watching() -> bool:
+    """No test may take `watch` back: what came after it would not be seen."""
+    return all(vars(base).get("__init__") is INSTALLED.get(base) for base in BASES)
 
 
 # --- what a message must be
@@ -114,12 +166,15 @@ SENTENCE_INSIDE = re.compile(r"[a-z0-9`)'\"\]][.!?] +[A-Z`]")
 PLACE = re.compile(r"[{/]|--[a-z]|\d|`|[a-z]\.[a-z]")
 ANYWHERE = re.compile(
     r"\bmust\b|\bneeds?\b|did you mean|\bGive\b|"
-    r"\{[^}]*(advice|ADVICE|hint|kept|help|proposal|_nothing_supervised)[^}]*\}"
+    r"\{[^}]*(advice|ADVICE|REBUILD|RESTORE|hint|kept|help|proposal|_nothing_supervised)[^}]*\}"
 )
 BEHIND = re.compile(
-    r"\b(add|answer|change|check|choose|completes?|copy|correct|delete|do|empty|evaluate|export|extract|fetch|free|give|have|install|"
-    r"leave|lower|make|makes|mend|move|name|open|pass|pick|put|raise|rebuild|remove|report|restore|resumes?|retires?|run|"
-    r"set|shorten|start|stop|train|try|turn|upgrade|use|wait|write)\b"
+    r"(?<!cannot )\b("
+    r"add|answer|change|check|choose|completes?|copy|correct|delete|empty|evaluate|export|extract|fetch|"
+    r"free|give|have the|install|leave|lower|make|makes|mend|move|name|open|pass|pick|put|raise|rebuild|"
+    r"remove|report|restore|resumes?|retires?|run|set|shorten|start|stop|train|try|turn|upgrade|use|wait|"
+    r"write"
+    r")\b"
 )
 
 
@@ -133,6 +188,14 @@ def complaint(message: str) -> str | None:
         return "more than one sentence"
     if not PLACE.search(message):
         return "names no place"
-    if not ANYWHERE.search(message) and not BEHIND.search(re.split(r"[;:,(] ?", message, maxsplit=1)[-1]):
+    behind = re.split(r"[;:,(] ?", message, maxsplit=1)[-1]
+    if not ANYWHERE.search(message) and not BEHIND.search(re.sub(r"\{[^{}]*\}", "{}", behind)):
         return "names no remedy"
     return None
+
+
+def whole(message: str, kind: str) -> str:
+    """What a user reads: a line of data that cannot be used is named around its error's own words."""
+    if kind == BadLineError.__name__:
+        return f"d.jsonl, line 1: {message}; correct it, or give --skip-bad to count and skip such lines."
+    return message

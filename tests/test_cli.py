@@ -122,7 +122,7 @@ def raising(error: BaseException) -> Callable[..., dict[str, Any]]:
         (DiskFullError("The disk is full."), 28, "The disk is full."),
         (Interrupted("Stopped: 3 shards are kept."), 130, "3 shards are kept"),
         (Interrupted("Stopped: 3 shards are kept.", signal.SIGTERM), 143, "3 shards are kept"),
-        (KeyboardInterrupt(), 130, "Interrupted"),
+        (KeyboardInterrupt(), 130, "Stopped by SIGINT; run"),
         (OSError(28, "No space left on device", "/nvme/x"), 28, "/nvme/x"),
         (PermissionError(13, "Permission denied", "/nvme/x"), 1, "/nvme/x cannot be used: Permission denied"),
     ],

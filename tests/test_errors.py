@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from raised import WATCH, Site, Watch, complaint, sites, sites_of
+from raised import BASES, WATCH, Site, Watch, complaint, is_watching, sites, sites_of, whole
 
 from dflash.data.config import DataConfig
 from dflash.errors import DflashError, Interrupted
@@ -87,7 +87,7 @@ def test_a_file_that_cannot_be_used_is_named(words: str, trigger: Callable[[Path
 
 @pytest.mark.parametrize("site", SITES, ids=lambda site: f"{site.file}:{site.first}")
 def test_a_message_is_one_sentence_with_place_and_remedy(site: Site) -> None:
-    assert complaint(site.template) is None, str(site)
+    assert complaint(whole(site.template, site.kind)) is None, str(site)
 
 
 @pytest.mark.parametrize(("words", "trigger"), TRIGGERS, ids=[words for words, _ in TRIGGERS])
@@ -120,9 +120,14 @@ def test_sites_are_found_whatever_the_form_of_their_message(tmp_path: Path) -> N
         'raise DflashError(f"{path} is gone; " "give another.")\n'
         'def f():\n    return DiskFullError("a" + "b")\n'
         'raise ValueError("not ours")\n'
+        'raise BadLineError("cause", "it is torn")\n'
+        "raise Failure(str(error), 3)\n"
+        'raise ShardGivenUp("given up")\n'
     )
-    assert [site.template for site in sites_of(file)] == ["{path} is gone; give another.", "ab"]
-    assert len(SITES) > 250
+    found = sorted(site.template for site in sites_of(file))
+    assert found == ["ab", "given up", "it is torn", "{path} is gone; give another."]
+    assert len(SITES) > 300
+    assert {site.kind for site in SITES} == {base.__name__ for base in BASES}
 
 
 def test_what_is_raised_is_remembered_with_its_place() -> None:
@@ -131,6 +136,20 @@ def test_what_is_raised_is_remembered_with_its_place() -> None:
     site = next(site for site in SITES if site.template.startswith("--steps and --epochs both"))
     assert WATCH.of(site)
     assert Interrupted("Stopped; run it again.", 15).exit_code == 143
+
+
+def test_a_message_that_was_raised_is_judged_with_its_values() -> None:
+    here, site = Watch(), SITES[0]
+    here.messages[site.file, site.first] = {"--lr must be above 0.", "It is broken."}
+    assert here.wrong() == [f"{site.file}:{site.first} names no place: It is broken."]
+
+
+def test_who_replaces_an_error_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_watching()
+    with monkeypatch.context() as inside:
+        inside.delattr(DflashError, "__init__")
+        assert not is_watching()
+    assert is_watching()
 
 
 def test_what_another_process_saw_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -312,7 +312,7 @@ CASES: dict[str, tuple[str, Malform]] = {
     "a socket for a manifest": ("cannot be read", instead(f"{SHARD}/zarr.json", bound_socket)),
     "no group": ("not the Zarr v3 group", manifest(lambda group: group.update(zarr_format=2))),
     "manifest spelled otherwise": ("spelled", look(lambda s: s.stamp_spelled(s.root / SHARD / "zarr.json"))),
-    "swapped shards": ("swapped or renamed", look(other_shard)),
+    "swapped shards": ("name the folders as they were", look(other_shard)),
     "another store's": ("belongs to another store", manifest(lambda g: g["attributes"].update(store="0" * 64))),
     "other rows": ("not those of the plan", manifest(lambda g: g["attributes"]["documents"].reverse())),
     "half a row": ("lengths", manifest(lambda g: g["attributes"]["lengths"].__setitem__(0, 1))),

@@ -200,12 +200,16 @@ def known_errors() -> Iterator[None]:
     except DflashError as error:
         raise Failure(str(error), error.exit_code) from error
     except KeyboardInterrupt as error:
-        raise Failure("Interrupted; start the same command again to go on.", 128 + signal.SIGINT) from error
+        raise Failure(
+            "Stopped by SIGINT; run `dflash` with the same words again to go on.", 128 + signal.SIGINT
+        ) from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             where = f" at {error.filename}" if error.filename else ""
-            message = f"No space left on the disk{where}: free some and start the same command again."
-            raise Failure(message, DiskFullError.exit_code) from error
+            raise Failure(
+                f"No space left on the disk{where}: free some and start the same command again.",
+                DiskFullError.exit_code,
+            ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and error.filename:
             raise Failure(f"{error.filename} cannot be used: {error.strerror}; change its permissions.", 1) from error
         raise

@@ -20,6 +20,7 @@ from dflash.store.layout import Bucket, Shard, crc32c
 from dflash.store.paths import INDEX, index_path, open_inside, read_inside
 
 MAX_GENERATION = 1 << 31
+REBUILD = "rebuild the index with `dflash verify --rebuild-index`"
 CRC = checks.integer(0, (1 << 32) - 1)
 BAD_FIELDS: dict[str, checks.Check] = {
     "row": checks.integer(0, 1 << 20),
@@ -137,9 +138,9 @@ def check_entry(value: dict[str, Any], buckets: dict[str, Bucket], where: str) -
     bucket = _bucket(buckets, value["bucket"], where)
     rows = len(bucket.rows_of(value["number"]))
     if value["rows"] != rows or len(value["lengths"]) != rows or max(value["lengths"]) > bucket.ceiling:
-        raise DflashError(f"{where}: rows or lengths do not fit bucket {bucket.name} of store.json.")
+        raise DflashError(f"{where}: rows or lengths do not fit bucket {bucket.name} of store.json; {REBUILD}.")
     if not all(CRC(crc) for crc in value["checksums"].values()):
-        raise DflashError(f"{where}: the field 'checksums' holds something that is no crc32c; rebuild the index.")
+        raise DflashError(f"{where}: the field 'checksums' holds something that is no crc32c; {REBUILD}.")
     for item in value["bad"]:
         checks.check_fields(item, BAD_FIELDS, f"{where}: bad")
     return value
@@ -147,7 +148,7 @@ def check_entry(value: dict[str, Any], buckets: dict[str, Bucket], where: str) -
 
 def _bucket(buckets: dict[str, Bucket], name: str, where: str) -> Bucket:
     if name not in buckets:
-        raise DflashError(f"{where}: store.json has no bucket {name[:20]!r}.")
+        raise DflashError(f"{where}: store.json has no bucket {name[:20]!r}; {REBUILD}.")
     return buckets[name]
 
 

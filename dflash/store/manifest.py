@@ -127,7 +127,10 @@ def _check_belongs(store: "Store", shard: Shard, manifest: dict[str, Any], where
     planned = plan.length[rows.start : rows.stop].tolist()
     if (manifest["bucket"], manifest["number"]) != shard:
         other = shard_text((manifest["bucket"][:20], manifest["number"]))
-        raise DflashError(f"{where} says that it is {other}, not {name}; the folders were swapped or renamed.")
+        raise DflashError(
+            f"{where} says that it is {other}, not {name}; name the folders as they were, or `dflash verify --repair` "
+            "retires the shard."
+        )
     if manifest["store"] != store.fingerprint or manifest["plan"] != store.meta.fingerprints["plan"]:
         raise DflashError(
             f"{where} belongs to another store (other fingerprint); `dflash verify --repair` retires the shard."

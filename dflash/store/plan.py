@@ -23,6 +23,7 @@ from dflash.store.paths import DOCS, PLAN, map_inside, open_inside
 
 TOKENS, MASK, OFFSETS = "tokens.i32", "mask.u8", "offsets.u64"
 DOCS_FILES = (TOKENS, MASK, OFFSETS)
+RESTORE = "restore it from a copy"
 
 
 @dataclass(frozen=True)
@@ -162,20 +163,26 @@ class Plan:
         for bucket in buckets:
             rows = self.rows[bucket.name]
             if ((rows.document < 0) | (rows.document >= len(documents))).any():
-                raise DflashError(f"{PLAN}: bucket {bucket.name} names a document that {DOCS}/ does not have.")
+                raise DflashError(
+                    f"{PLAN}: bucket {bucket.name} names a document that {DOCS}/ does not have; {RESTORE}."
+                )
             repeated = seen[rows.document].any() or len(np.unique(rows.document)) != len(rows)
             seen[rows.document] = True
             if repeated:
-                raise DflashError(f"{PLAN}: bucket {bucket.name} names a document that is already in another row.")
+                raise DflashError(
+                    f"{PLAN}: bucket {bucket.name} has a document that is already in another row; {RESTORE}."
+                )
             if (rows.length != lengths[rows.document]).any() or (rows.length > bucket.ceiling).any():
                 raise DflashError(
-                    f"{PLAN}: a length of bucket {bucket.name} is not its document's, or over the ceiling."
+                    f"{PLAN}: a length of bucket {bucket.name} is not its document's, or over the ceiling; {RESTORE}."
                 )
             if ((rows.file < 0) | (rows.file >= len(self.files))).any():
-                raise DflashError(f"{PLAN}: bucket {bucket.name} names a source file that is not in its list.")
+                raise DflashError(
+                    f"{PLAN}: bucket {bucket.name} names a source file that is not in its list; {RESTORE}."
+                )
             if ((rows.supervised < 0) | (rows.supervised > rows.length) | (rows.length < 1)).any():
                 raise DflashError(
-                    f"{PLAN}: bucket {bucket.name} has more supervised tokens than tokens, or an empty row."
+                    f"{PLAN}: bucket {bucket.name} has more supervised tokens than tokens, or an empty row; {RESTORE}."
                 )
 
 
@@ -240,12 +247,14 @@ def _rows(members: dict[str, np.ndarray], path: Path) -> dict[str, PlanRows]:
         for name, dtype in wanted.items():
             column = members.pop(f"{bucket}.{name}", None)
             if column is None or column.dtype != np.dtype(dtype):
-                raise DflashError(f"{path}: {bucket}.{name} is missing or not of type {np.dtype(dtype).name}.")
+                raise DflashError(
+                    f"{path}: {bucket}.{name} is missing or not of type {np.dtype(dtype).name}; {RESTORE}."
+                )
             columns[name] = column
         if len({len(column) for column in columns.values()}) != 1:
-            raise DflashError(f"{path}: the arrays of bucket {bucket} differ in length; restore it from a copy.")
+            raise DflashError(f"{path}: the arrays of bucket {bucket} differ in length; {RESTORE}.")
         if (columns.pop("split") != (bucket[:1] == "v")).any():
-            raise DflashError(f"{path}: {bucket}.split is not what the bucket's name says; restore it from a copy.")
+            raise DflashError(f"{path}: {bucket}.split is not what the bucket's name says; {RESTORE}.")
         rows[bucket] = PlanRows(**columns)
     if members:
         raise DflashError(f"{path} has the unknown member {min(members)!r}; restore it from a copy.")
