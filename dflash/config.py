@@ -20,11 +20,9 @@ import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from dflash.errors import DflashError
-
-T = TypeVar("T")
 
 REQUIRED: Any = dataclasses.MISSING
 
@@ -38,17 +36,16 @@ def setting(
     *,
     choices: Sequence[str] | None = None,
     metavar: str | None = None,
-    flag: str | None = None,
     positional: bool = False,
     instead_of: str | None = None,
 ) -> Any:
-    """A dataclass field that knows its help; `REQUIRED` as default, `flag` where the name does not say it.
+    """A dataclass field that knows its help; `REQUIRED` as default where there is none.
 
     With `positional` the command line takes it as an argument without a name (`dflash export RUN`). `instead_of` names
     another setting that this one replaces: given as a flag, it wins over the other one's line in a file.
     """
     metadata = {
-        "help": help, "choices": choices, "metavar": metavar, "flag": flag, "positional": positional,
+        "help": help, "choices": choices, "metavar": metavar, "positional": positional,
         "instead_of": instead_of,
     }  # fmt: skip
     if default is REQUIRED:
@@ -94,12 +91,10 @@ def _setting(field: dataclasses.Field, hint: Any) -> Setting:
     kind, many, optional = _kind(hint, field.name)
     meta = field.metadata
     choices = meta.get("choices")
-    if typing.get_origin(hint) is typing.Literal:
-        choices = typing.get_args(hint)
     factory = field.default_factory
     return Setting(
         name=field.name,
-        flag=meta.get("flag") or "--" + field.name.replace("_", "-"),
+        flag="--" + field.name.replace("_", "-"),
         kind=kind,
         many=many,
         optional=optional,
@@ -120,8 +115,6 @@ def _kind(hint: Any, name: str) -> tuple[type, bool, bool]:
         assert len(inner) == 1, f"{name}: only `X | None` unions can be a setting, not {hint}"
         kind, many, _ = _kind(inner[0], name)
         return kind, many, True
-    if origin is typing.Literal:
-        return str, False, False
     if origin is tuple:
         element, dots = typing.get_args(hint)
         assert dots is Ellipsis, f"{name}: a tuple setting has any length"
@@ -218,16 +211,6 @@ def read_toml(path: str | Path, section: str, known: Mapping[str, Setting]) -> d
             mine = {key.replace("-", "_"): value for key, value in content.items()}
     check_keys(mine, known, f"{path} [{section}]")
     return {key: convert(known[key], value, f"{path} [{section}] {key}") for key, value in mine.items()}
-
-
-def config_from_dict(cls: type[T], values: Mapping[str, Any], place: str = "The configuration") -> T:
-    """A config from JSON-like values, as `as_dict` wrote them; unknown and missing keys are errors."""
-    known = settings(cls)
-    check_keys(values, known, place)
-    for name, one in known.items():
-        if one.required and name not in values:
-            raise DflashError(f"{place} lacks the setting {name!r}; add it.")
-    return cls(**{name: convert(known[name], value, f"{place}: {name}") for name, value in values.items()})
 
 
 def as_dict(config: Any) -> dict[str, Any]:

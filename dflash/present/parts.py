@@ -69,11 +69,5 @@ def counts(by_cause: Mapping[str, int] | None) -> str:
     return ", ".join(f"{cause} {n:,}" for cause, n in (by_cause or {}).items() if n)
 
 
-def per_slot(slots: Iterable[Mapping[str, Any]] | None) -> str:
-    """Share of cycles in which each slot's draft is accepted, and given that the one before it was."""
-    rows = [(each["slot"], percent(each.get("acceptance")), percent(each.get("conditional"))) for each in slots or ()]
-    return table(("slot", "accepted", "if the one before"), rows)
-
-
 def seconds(result: Result) -> str:
     return clock(result["seconds"]) if result.get("seconds") is not None else ""

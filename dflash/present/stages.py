@@ -9,7 +9,6 @@ from dflash.present.parts import (
     counts,
     length,
     number,
-    per_slot,
     percent,
     rate,
     screen,
@@ -88,7 +87,7 @@ def train(result: Result, config: Any) -> str:
     return screen(
         f"Drafter trained: {config.run}",
         [
-            ("steps", number(result.get("steps"))),
+            ("steps", number(result.get("steps")) + _skipped(result.get("skipped"))),
             ("loss", f"{loss:.4f}" if loss is not None else ""),
             ("acceptance length", length(result.get("acceptance_length"))),
             ("", "simulated on held-out rows" if length(result.get("acceptance_length")) else ""),
@@ -98,9 +97,12 @@ def train(result: Result, config: Any) -> str:
             ("speed", rate(result.get("tokens_per_second"))),
             ("waited for data", percent(wait)),
         ],
-        [per_slot(result.get("per_slot"))],
-        f"dflash export {config.run} --out drafter",
+        next_command=f"dflash export {config.run} --out drafter",
     )
+
+
+def _skipped(count: int | None) -> str:
+    return f", {count:,} updates skipped (nothing to learn, or not finite)" if count else ""
 
 
 def _dry_run(result: Result, config: Any) -> str:
