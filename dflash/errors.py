@@ -5,6 +5,7 @@ it to stderr without a traceback and leaves with `exit_code`. Broken invariants 
 """
 
 import errno
+import re
 import signal
 
 
@@ -26,3 +27,13 @@ class Interrupted(DflashError):
     def __init__(self, message: str, signum: int = signal.SIGINT) -> None:
         super().__init__(message)
         self.exit_code = 128 + signum
+
+
+def cause(error: BaseException) -> str:
+    """What an error of another library says, to stand inside a sentence of ours: the first of its own."""
+    text = str(error).strip()
+    if not text:
+        return type(error).__name__
+    lines = [line.strip() for line in text.splitlines()]
+    told = lines[1] if lines[0].endswith(":") and len(lines) == 2 else lines[0]
+    return re.split(r"[.!?] +(?=[A-Z`])", told, maxsplit=1)[0].rstrip(".!:")

@@ -40,9 +40,9 @@ def find_gguf() -> Path:
 def make_target(out: Path) -> dict[str, Any]:
     """Write the model folder under a temporary name, and rename it when it is whole."""
     start = time.monotonic()
-    gguf = find_gguf()
     if out.exists():
         raise DflashError(f"{out} exists already; delete it to convert the target again.")
+    gguf = find_gguf()
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.parent.mkdir(parents=True, exist_ok=True)

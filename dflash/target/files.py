@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash.errors import DflashError
+from dflash.errors import DflashError, cause
 from dflash.files import fsync_path, replacing, write_atomically
 from dflash.target.gguf import gguf_folder
 from dflash.target.spec import TargetSpec, read_config_json
@@ -57,9 +57,8 @@ def resolve_target(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
     except Exception as error:  # whatever the hub client raises: offline, not found, gated
-        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DflashError(
-            f"--target {name} is no folder here and cannot be fetched as a hub model ({cause}): give a folder."
+            f"--target {name} is no folder here and cannot be fetched as a hub model ({cause(error)}): give a folder."
         ) from None
 
 
@@ -75,14 +74,14 @@ def load_tokenizer(folder: Path | str, chat_template: str | None = None, trust_r
                 f"The tokenizer of {folder} is code of its own: pass --trust-remote-code to run it."
             ) from None
         raise DflashError(
-            f"{folder} has no tokenizer that transformers can load ({_first_line(error)}): add its files."
+            f"{folder} has no tokenizer that transformers can load ({cause(error)}): add its files."
         ) from None
     if chat_template is not None:
         try:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DflashError(
-                f"--chat-template {chat_template} cannot be read ({_first_line(error)}): give a text file."
+                f"--chat-template {chat_template} cannot be read ({cause(error)}): give a text file."
             ) from None
     return tokenizer
 
@@ -107,7 +106,7 @@ def write_target_folder(source: Path | str, out: Path | str, chat_template: str 
     if tuple(tensors["embed"].shape) != (spec.vocab_size, spec.hidden_size):
         raise DflashError(
             f"{source} has an embedding of {tuple(tensors['embed'].shape)} where config.json tells "
-            f"({spec.vocab_size}, {spec.hidden_size}): its files do not belong together."
+            f"({spec.vocab_size}, {spec.hidden_size}); its files do not belong together, so fetch them again."
         )
     out.mkdir(parents=True, exist_ok=True)
     for path in _small_files(source):
@@ -166,9 +165,7 @@ def _stored_tensors(folder: Path) -> dict[str, "torch.Tensor"]:
     try:
         return {name: load_file(folder / f"{name}.safetensors")["weight"] for name in names}
     except Exception as error:  # safetensors raises its own kinds for damaged files
-        raise DflashError(
-            f"{folder} holds a damaged weight file ({_first_line(error)}): extract into a new store."
-        ) from None
+        raise DflashError(f"{folder} holds a damaged weight file ({cause(error)}): extract into a new store.") from None
 
 
 def _save_weight(tensor: "torch.Tensor", path: Path) -> None:
@@ -196,10 +193,5 @@ def _json_or_empty(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise DflashError(f"{path} cannot be read as JSON ({_first_line(error)}): restore the file.") from None
+        raise DflashError(f"{path} cannot be read as JSON ({cause(error)}): restore the file.") from None
     return content if isinstance(content, dict) else {}
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0].rstrip(".") if text else type(error).__name__

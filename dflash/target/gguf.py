@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dflash.errors import DflashError
+from dflash.errors import DflashError, cause
 from dflash.files import fsync_path
 from dflash.progress import say
 
@@ -92,8 +92,9 @@ def unpack(path: Path, out: Path) -> int:
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:  # readers of damaged or unknown files raise anything
-        what = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise DflashError(f"{path} cannot be loaded by transformers ({what}): use the original checkpoint.") from None
+        raise DflashError(
+            f"{path} cannot be loaded by transformers ({cause(error)}): use the original checkpoint."
+        ) from None
     # Some releases tag the model as quantised, and then refuse to save it; the file's title is no path.
     model.hf_quantizer = None
     for name in ("quantization_config", "_model_name_or_path"):
@@ -115,7 +116,7 @@ def _types_and_tokenizer(path: Path) -> tuple[set[str], str]:
         pre = reader.get_field("tokenizer.ggml.pre")
         return found or {"F32"}, str(pre.contents()) if pre else ""
     except (ValueError, KeyError, IndexError, OverflowError, OSError) as error:
-        raise DflashError(f"{path} is no GGUF file that can be read ({error}): fetch it again.") from None
+        raise DflashError(f"{path} is no GGUF file that can be read ({cause(error)}): fetch it again.") from None
 
 
 def split_digits(tokenizer: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dflash.errors import DflashError
+from dflash.errors import DflashError, cause
 from dflash.progress import say
 from dflash.target.files import as_dtype
 from dflash.target.spec import TargetSpec, read_config_json, text_config
@@ -37,34 +37,34 @@ def load_target(
     direct = device != "cpu" and importlib.util.find_spec("accelerate") is not None
     transformers_logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    kept = as_dtype(dtype) or TargetSpec.read(folder, trust_remote_code=trust_remote_code).torch_dtype
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             folder,
-            dtype=as_dtype(dtype) or TargetSpec.read(folder, trust_remote_code=trust_remote_code).torch_dtype,
+            dtype=kept,
             trust_remote_code=trust_remote_code,
             local_files_only=True,
             **({"device_map": device} if direct else {}),
         )
+        module: nn.Module = model.to(device)
     except torch.OutOfMemoryError:
         raise DflashError(
             f"The target {folder} does not fit into the memory of {device}: use a larger device."
         ) from None
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError) as error:
-        text = str(error).strip()
-        if "trust_remote_code" in text or "custom code" in text:
+    except Exception as error:  # transformers, safetensors and a target's own code raise anything
+        if "trust_remote_code" in str(error) or "custom code" in str(error):
             named = (read_config_json(Path(folder)).get("auto_map") or {}).get("AutoModelForCausalLM", "config.json")
             raise DflashError(
                 f"The target {folder} needs code of its own ({named}): look at it, then pass --trust-remote-code to "
                 "run it."
             ) from None
-        first = text.splitlines()[0].rstrip(".") if text else type(error).__name__
         raise DflashError(
-            f"The target {folder} cannot be loaded by transformers ({first}): try a newer transformers."
+            f"The target {folder} cannot be loaded by transformers ({cause(error)}): restore its files, or try a newer "
+            "transformers."
         ) from None
     if slow := slow_layers(model.config):
         say(f"Warning: {slow}")
-    module: nn.Module = model
-    return module.to(device).eval().requires_grad_(False)
+    return module.eval().requires_grad_(False)
 
 
 def slow_layers(config: Any) -> str:
@@ -88,7 +88,7 @@ def text_model(model: Any) -> nn.Module:
     if found is None or found is model:
         found = getattr(model, "model", None) or getattr(model, "base_model", None)
     if found is None or found is model:
-        raise DflashError(f"{type(model).__name__} has no decoder that dflash can find: use another target.")
+        raise DflashError(f"`{type(model).__name__}` has no decoder that dflash can find: use another target.")
     return found
 
 
@@ -101,7 +101,9 @@ def decoder_layers(model: Any) -> list[nn.Module]:
         if isinstance(module, nn.ModuleList) and len(module) == wanted
     ]
     if not lists:
-        raise DflashError(f"{type(model).__name__} has no list of {wanted} decoder layers to tap: use another target.")
+        raise DflashError(
+            f"`{type(model).__name__}` has no list of {wanted} decoder layers to tap: use another target."
+        )
     return list(min(lists, key=lambda found: found[:2])[2])
 
 
@@ -111,10 +113,10 @@ def head_weight(model: Any) -> torch.Tensor:
     weight = getattr(head, "weight", None)
     if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.dim() != 2:
         raise DflashError(
-            f"{type(model).__name__} has no plain output head (it may be quantised): use the original checkpoint."
+            f"`{type(model).__name__}` has no plain output head (it may be quantised): use the original checkpoint."
         )
     if getattr(head, "bias", None) is not None:
-        raise DflashError(f"{type(model).__name__} has an output head with a bias: use a target without.")
+        raise DflashError(f"`{type(model).__name__}` has an output head with a bias: use a target without.")
     return weight
 
 
@@ -172,8 +174,8 @@ def _compare_logits(family: str, ours: torch.Tensor, theirs: torch.Tensor) -> No
     worst = (ours - theirs).abs().max() if ours.shape == theirs.shape else torch.tensor(torch.inf)
     if worst > 0.02 * theirs.abs().max() + 1e-6:
         raise DflashError(
-            f"{family} makes its logits in a way that dflash does not know (they differ by up to {worst.item():.3g}): "
-            "labels would be wrong, so use another target."
+            f"`{family}` makes its logits in a way that dflash does not know (they differ by up to {worst.item():.3g}), "
+            "so labels would be wrong: use another target."
         )
 
 
@@ -181,7 +183,7 @@ def _compare_embedding(family: str, spec: TargetSpec, rows: torch.Tensor, first:
     """Where the first layer's input is the embedding times a number, that number must be `embed_factor`."""
     if first.shape != rows.shape:
         raise DflashError(
-            f"{family} feeds its first layer {tuple(first.shape)} for {tuple(rows.shape)}: use another target."
+            f"`{family}` feeds its first layer {tuple(first.shape)} for {tuple(rows.shape)}: use another target."
         )
     x, y = rows.float().flatten(), first.float().flatten()
     factor = ((x @ y) / (x @ x).clamp_min(1e-30)).item()
@@ -189,6 +191,6 @@ def _compare_embedding(family: str, spec: TargetSpec, rows: torch.Tensor, first:
         return  # positions or a norm come in between; the drafter has its own
     if abs(factor - spec.embed_factor) > 0.01 * abs(spec.embed_factor):
         raise DflashError(
-            f"{family} multiplies its embedding by {factor:.4g} where its config tells dflash {spec.embed_factor:.4g}: "
+            f"`{family}` multiplies its embedding by {factor:.4g} where its config tells {spec.embed_factor:.4g}: "
             "use another target."
         )

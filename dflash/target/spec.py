@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash.errors import DflashError
+from dflash.errors import DflashError, cause
 
 if TYPE_CHECKING:
     import torch
@@ -90,11 +90,16 @@ def read_config_json(folder: Path) -> dict[str, Any]:
 
 def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
     """The transformers config; a family that transformers does not know comes as a bare config with the same names."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, PreTrainedConfig
 
     raw = read_config_json(folder)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except StrictDataclassError as error:
+        raise DflashError(
+            f"{folder}/config.json is refused by transformers ({cause(error)}): correct it, or restore the file."
+        ) from None
     except (OSError, ValueError, KeyError, TypeError):
         if not isinstance(raw.get("text_config", raw).get("hidden_size"), int):
             raise DflashError(
