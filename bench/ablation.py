@@ -282,10 +282,14 @@ def main(words: Sequence[str] | None = None) -> int:
             raise SystemExit("With --target give --prompts, --eval and --out as well.")
         target, prompts, *sets = (path.resolve() for path in (target, prompts, *sets))
         flags = {key: shlex.split(text) for key, text in (QUICK if alone or given.quick else FLAGS).items()}
-        cache = {"TORCHINDUCTOR_CACHE_DIR": str(out / "compiled"), "TRITON_CACHE_DIR": str(out / "compiled" / "triton")}
+        environment = {
+            "TORCHINDUCTOR_CACHE_DIR": str(out / "compiled"),
+            "TRITON_CACHE_DIR": str(out / "compiled" / "triton"),
+            "LOCAL_WORLD_SIZE": str(given.jobs),  # commands at once share the CPU's cores, as torchrun's do
+        }
         summary, failures = given.summary or out / "ablation" / "summary", dict[str, str]()
         print(f"What the stage in hand says is in {out}/STAGE.log, the table in {summary}/summary.md", flush=True)
-        stages = Stages(out, summary, given.seconds, cache, after=lambda stages: write_summary(bench, failures))
+        stages = Stages(out, summary, given.seconds, environment, after=lambda stages: write_summary(bench, failures))
         bench = Bench(stages, lines, tuple(range(seeds)), steps, given.jobs, flags, target, prompts, tuple(sets))
         try:
             with stages:

@@ -9,7 +9,7 @@ answers and with user turns that the target makes up. Without a target it tries 
 
 The same line goes on where it was stopped (--seconds, Ctrl-C), so it may run in pieces. FOLDER/RECIPE/summary is
 written after every stage: summary.md for people, summary.json, the run's metrics.jsonl, config.toml and
-environment.json, report.html, log.txt. FOLDER may lie in /dev/shm: the states of `best` are some 40 GB.
+environment.json, report.html, log.txt. FOLDER may lie in /dev/shm: the states of `best` are some 35 GB.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from pathlib import Path
 from _half_hour_summary import evaluation, write_summary
 from _stages import Failed, Stages, Stopped, demo
 
+from dflash.errors import DflashError
 from dflash.files import write_atomically
 
 TRAIN = (
@@ -39,17 +40,17 @@ RECIPES = {
     "same-prompts": {
         "greedy": ANSWER,
         "extract": "--buckets 448 --holdout 0.02",
-        "train": f"--steps 2400 --eval-every 600 {TRAIN}",
+        "train": f"--steps 2300 --eval-every 1150 {TRAIN}",
         "eval": "--max-new-tokens 128",
         "served": "--max-new-tokens 192",
     },
     "best": {
         "greedy": ANSWER,
-        "turns": "--samples 20000 --temperature 0.8 --max-new-tokens 96 --batch-size 1024",
+        "turns": "--samples 16000 --temperature 0.8 --max-new-tokens 96 --batch-size 1024",
         "turns-greedy": ANSWER,
         "sampled": f"--temperature 0.7 --samples 2 {ANSWER}",
         "extract": "--buckets 448 --storage int8 --holdout 0.01",
-        "train": f"--steps 10000 --eval-every 2500 {TRAIN}",
+        "train": f"--steps 9000 --eval-every 2250 {TRAIN}",
         "eval": "--max-new-tokens 128",
         "served": "--max-new-tokens 192",
     },
@@ -233,7 +234,7 @@ def main(words: Sequence[str] | None = None) -> int:
         except Stopped as stopped:
             print(f"Not finished: {stopped}; the same line goes on.", file=sys.stderr)
             return 75
-        except Failed as failed:
+        except (Failed, DflashError) as failed:
             print(failed, file=sys.stderr)
             return 1
         print("\n" + (summary / "summary.md").read_text())
