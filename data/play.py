@@ -170,7 +170,7 @@ def play_server(units: list[Unit], config: RegenerateConfig, stop: Stop) -> Iter
 def _ask_server(item: Item, config: RegenerateConfig, stop: Stop) -> None:
     assert config.server is not None
     for turn, messages in enumerate(item.prompt.turns):
-        stop.check("answers that were finished are kept, and the same command goes on.")
+        stop.check(f"the answers that were finished are in {config.out}.part; run the same command again to go on.")
         asked: Sequence[Message] = [*item.messages, *messages]
         body: dict[str, Any] = {
             "model": config.model,

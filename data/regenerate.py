@@ -47,7 +47,7 @@ def regenerate(config: RegenerateConfig) -> dict[str, Any]:
                     new["turns_without_room"] += item.turns - len(item.finish)
                 journal.flush()
                 advance(len(unit))
-                stop.check(f"the answers so far are in {journal.part}, and the same command goes on.")
+                stop.check(f"the answers so far are in {journal.part}; run the same command again to go on.")
         lines = journal.finish()
     seconds = time.monotonic() - started
     return {

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from dflash.data.conversations import BadLineError, Conversation, Message
 from dflash.data.limit import within
-from dflash.errors import DflashError
+from dflash.errors import DflashError, cause
 
 Tokens = NDArray[np.int32]
 Mask = NDArray[np.uint8]
@@ -110,8 +110,7 @@ def render_text(
     except EndlessTemplateError:
         raise
     except Exception as error:  # a template can fail with any exception of Jinja's and of Python's
-        what = " ".join(str(error).split()) or type(error).__name__
-        raise BadLineError("template_error", f"the chat template cannot render it ({what})") from error
+        raise BadLineError("template_error", f"the chat template cannot render it ({cause(error)})") from error
 
 
 def render_prompt(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from dflash.errors import DflashError
+from dflash.errors import DflashError, cause
 from dflash.files import sha256_file, sha256_json
 
 
@@ -38,7 +38,7 @@ class JsonlFile:
                     self._hash.update(raw)
                     yield self.count, raw
         except OSError as error:
-            raise DflashError(f"{self.name} cannot be read ({error.strerror}); change its permissions.") from error
+            raise DflashError(f"{self.name} cannot be read ({error.strerror}); give a file that can be.") from error
 
     def digest(self) -> str:
         return self._hash.hexdigest()
@@ -57,9 +57,8 @@ class HubDataset:
         try:
             rows = self._datasets.load_dataset(self.name, split="train", streaming=True)
         except Exception as error:  # `datasets` raises a dozen types for one fact
-            what = " ".join(str(error).split()) or type(error).__name__
             raise DflashError(
-                f"{self.name} is no file, and `datasets` cannot load it either ({what}); give a JSONL file."
+                f"{self.name} is no file, and `datasets` cannot load it either ({cause(error)}); give a JSONL file."
             ) from error
         for row in rows:
             self.count += 1

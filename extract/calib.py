@@ -74,16 +74,16 @@ def measure_rms(model: nn.Module, store: Store, layout: Layout, max_rows: int, m
                         squares += added
                         counted += n
                     if counted == CALIB_TOKENS:
-                        return _rms(squares, counted)
+                        return _rms(squares, counted, store.root)
     finally:
         for handle in handles:
             handle.remove()
-    return _rms(squares, counted)
+    return _rms(squares, counted, store.root)
 
 
-def _rms(squares: torch.Tensor, counted: int) -> torch.Tensor:
+def _rms(squares: torch.Tensor, counted: int, root: Path) -> torch.Tensor:
     if not counted:
-        raise DflashError("No document gives finite states: try --dtype float32 or bfloat16.")
+        raise DflashError(f"No document of store {root} gives finite states: try --dtype float32 or bfloat16.")
     # A channel that is always zero keeps its zeros with any divisor.
     rms = (squares / counted).sqrt().float().flatten()
     return torch.where(rms > 0, rms, torch.ones_like(rms))

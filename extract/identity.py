@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dflash.errors import DflashError
-from dflash.extract.config import ExtractConfig
+from dflash.extract.config import ExtractConfig, top_k
 from dflash.files import canonical_json
 from dflash.store import StoreMeta, check_same
 from dflash.target import (
@@ -50,6 +50,13 @@ def chosen_taps(config: ExtractConfig, spec: TargetSpec) -> tuple[int, ...]:
         return default_taps(spec.num_layers, config.num_taps)
     check_taps(config.layers, spec.num_layers)
     return config.layers
+
+
+def check_labels(config: ExtractConfig, spec: TargetSpec) -> None:
+    if top_k(config.labels) > spec.vocab_size:
+        raise DflashError(
+            f"--labels {config.labels} asks for more than the vocabulary of {spec.vocab_size:,}: use a smaller K."
+        )
 
 
 def wanted_meta(

@@ -82,6 +82,7 @@ def extract(
     source = resolve_target(config.target)
     spec = TargetSpec.read(source, config.target, config.trust_remote_code)
     identity.chosen_taps(config, spec)  # refuse before anything slow
+    identity.check_labels(config, spec)
     has_tokenizer = any((source / name).is_file() for name in TOKENIZER_FILES)
     tokenizer = load_tokenizer(source, data_config.chat_template, config.trust_remote_code) if has_tokenizer else None
     job = Job(

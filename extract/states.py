@@ -232,10 +232,7 @@ class Labeller:
         device = weight.device
         self.chunk = TOP_K_CHUNK if self.k else CHUNK.get(device.type, 1024)
         vocabulary, hidden = weight.shape
-        if self.k > vocabulary:
-            raise DflashError(
-                f"--labels topk:{self.k} asks for more than the vocabulary of {vocabulary}: use a smaller K."
-            )
+        assert self.k <= vocabulary, "identity.check_labels has refused it"
         self.states = torch.empty(self.chunk, hidden, dtype=weight.dtype, device=device)
         self.logits = torch.empty(self.chunk, vocabulary, dtype=weight.dtype, device=device)
         self.best = torch.empty(self.chunk, dtype=torch.int64, device=device)
@@ -281,4 +278,7 @@ def _check_ties(device: torch.device, dtype: torch.dtype) -> None:
     tied = torch.zeros(4, 70_001, dtype=dtype, device=device)
     tied[:, 5::7] = 1
     if not (tied.argmax(-1) == 5).all():
-        raise DflashError(f"argmax on {device} does not take the smallest id among equals: use another torch build.")
+        raise DflashError(
+            f"argmax of torch {torch.__version__} on {device} does not take the smallest id among equals: use another "
+            "torch build."
+        )

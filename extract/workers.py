@@ -40,9 +40,11 @@ def choose_device(given: str | None, worker: int) -> torch.device:
         device = torch.device(given)
     except RuntimeError:
         raise DflashError(f"--device {given} is unknown: choose cpu, cuda or cuda:N.") from None
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+    if device.type not in ("cpu", "cuda") or (
+        device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()
+    ):
         raise DflashError(
-            f"--device {given} is not there: this machine's torch sees {torch.cuda.device_count()} GPUs; give "
+            f"--device {given} is not there (GPUs that torch sees here: {torch.cuda.device_count()}); choose cpu or "
             "one of them."
         )
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
@@ -52,7 +54,7 @@ def wait_for(path: Path, what: str, root: Path, stop: Stop) -> None:
     """Wait until worker 0 has made `path`, saying so now and then; a worker 0 that was there and died is an error."""
     last, seen = float("-inf"), False
     while not path.exists():
-        stop.check("this worker has written nothing yet; run the same command again.")
+        stop.check(f"this worker has written nothing to {root} yet; run the same command again.")
         alive = 0 in live_workers(root)
         if seen and not alive and not path.exists():
             raise DflashError(

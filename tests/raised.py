@@ -20,6 +20,7 @@ from dflash.errors import DflashError
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("dflash", "data", "extract", "train")
 BASES: tuple[type[Exception], ...] = (DflashError, BadLineError, Failure)
+PASSING = ("dflash/errors.py", "dflash/signals.py")  # who calls these says the words: `stop.check(words)`
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,18 @@ def sites() -> Iterator[Site]:
 
 
 def sites_of(path: Path) -> Iterator[Site]:
-    """Calls of an error's class. What only passes another error's words on, `str(error)`, is no place of its own."""
+    """Calls of an error's class, and of `stop.check`. What only passes another error's words on, `str(error)`, is no
+    place of its own."""
     name = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in kinds() and node.args:
-            kind = kinds()[node.func.id]
-            words = template(node.args[-1] if kind == BadLineError.__name__ else node.args[0])
-            if words != "{str(error)}":
-                yield Site(name, node.lineno, node.end_lineno or node.lineno, words, kind)
+    calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and node.args)
+    for call in calls if name not in PASSING else ():
+        called = ast.unparse(call.func)
+        kind = kinds().get(called, "")
+        words = template(call.args[-1] if kind == BadLineError.__name__ else call.args[0])
+        if called == "stop.check":
+            kind, words = DflashError.__name__, f"Stopped by {{signal}}: {words}"
+        if kind and words != "{str(error)}":
+            yield Site(name, call.lineno, call.end_lineno or call.lineno, words, kind)
 
 
 @cache
@@ -99,7 +104,7 @@ class Watch:
 
     def remember(self, error: BaseException) -> None:
         frame = sys._getframe(1)
-        while frame.f_code.co_filename.endswith(("dflash/errors.py", "raised.py")) and frame.f_back:
+        while frame.f_code.co_filename.endswith((*PASSING, "raised.py")) and frame.f_back:
             frame = frame.f_back
         path = Path(os.path.realpath(frame.f_code.co_filename))  # dflash/data is a symlink
         if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in FOLDERS:

@@ -159,7 +159,7 @@ def test_a_stopped_run_goes_on_to_the_same_file(
     settings = config(tmp_path, temperature=temperature, samples=samples)
     with monkeypatch.context() as patch:
         interrupted_after(patch, 2)
-        with pytest.raises(Interrupted, match="same command goes on") as stopped:
+        with pytest.raises(Interrupted, match="run the same command again to go on") as stopped:
             regenerate(settings)
     assert stopped.value.exit_code == 143
     part = Path(settings.out + ".part")
@@ -244,6 +244,7 @@ def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
 
 
 HANGS_UP = 0  # instead of a status: the connection is lost
+BABBLES = 1  # a page that is no completion
 
 
 class FakeServer(ThreadingHTTPServer):
@@ -281,8 +282,8 @@ class Handler(BaseHTTPRequestHandler):
         }
         if status != 200:
             reply = {"error": {"message": "the prompt is too long"}}
-        content = json.dumps(reply).encode()
-        self.send_response(status)
+        content = json.dumps(reply).encode() if status != BABBLES else b"<html>Welcome!</html>"
+        self.send_response(status if status != BABBLES else 200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
@@ -396,6 +397,13 @@ def test_a_refusal_is_not_tried_again_and_what_was_answered_is_kept(tmp_path: Pa
     fake.failures = []
     assert regenerate(settings)["resumed"] == kept
     assert len(lines(settings.out)) == 5
+
+
+def test_a_server_of_another_kind_is_named(tmp_path: Path, fake: FakeServer) -> None:
+    fake.failures = [BABBLES]
+    with pytest.raises(DflashError, match=r"something else than a chat completion \('<html>.*; give a --server"):
+        regenerate(config(tmp_path, PROMPTS[:1], server=fake.url, model="m"))
+    assert len(fake.bodies) == 1
 
 
 def test_a_server_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,7 +169,7 @@ def test_a_first_worker_that_has_not_come_yet_is_waited_for(tmp_path: Path, monk
             stop.signum = signal.SIGTERM
 
     monkeypatch.setattr(time, "sleep", sleep)
-    with pytest.raises(Interrupted, match="written nothing yet"):
+    with pytest.raises(Interrupted, match=r"written nothing to .*store yet; run the same"):
         workers.wait_for(root / "store.json", "the store", root, stop)
     assert polls == 2
 

@@ -34,7 +34,7 @@ def evaluate(config: EvalConfig, read_prompts: ReadPrompts, render_prompt: Rende
     total = sum(max(1, len(prompt.turns)) for prompt in prompts)
     with catch_stop() as stop, progress("Evaluating", total, "answers") as advance:
         for batch in batches(prompts, pair, config, render_prompt, turns):
-            stop.check("nothing of an evaluation is kept; run it again.")
+            stop.check("nothing of an evaluation is kept; run `dflash eval` again.")
             turns += answer(batch, pair, config, clock)
             advance(len(batch))
     turns.sort(key=lambda turn: turn.prompt)  # stable: a prompt's turns stay in order
