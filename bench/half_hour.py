@@ -200,14 +200,29 @@ def parser() -> argparse.ArgumentParser:
 
 
 def flags_of(recipe: str, quick: bool, changes: Sequence[str]) -> Flags:
-    """Every stage's flags; a change is appended, and the last of two equal flags holds."""
-    flags = {stage: shlex.split(QUICK[stage] if quick else given) for stage, given in RECIPES[recipe].items()}
+    """Every stage's flags; those of a change take the place of the recipe's."""
+    flags = {stage: by_flag(QUICK[stage] if quick else given) for stage, given in RECIPES[recipe].items()}
     for change in changes:
         stage, equals, more = change.partition("=")
         if stage not in flags or not equals:
             raise SystemExit(f"--set {change}: name one of {', '.join(flags)}, then = and its flags.")
-        flags[stage] += shlex.split(more)
-    return flags
+        flags[stage] |= by_flag(more)
+    return {
+        stage: [word for flag, values in given.items() for word in (flag, *values)] for stage, given in flags.items()
+    }
+
+
+def by_flag(line: str) -> Flags:
+    """{"--steps": ["40"], …}."""
+    found: Flags = {}
+    for word in shlex.split(line):
+        if word.startswith("--"):
+            found[word] = values = []
+        elif not found:
+            raise SystemExit(f"{line}: begin with a flag.")
+        else:
+            values.append(word)
+    return found
 
 
 def main(words: Sequence[str] | None = None) -> int:

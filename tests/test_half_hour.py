@@ -188,6 +188,12 @@ def test_an_unknown_stage_is_named(tmp_path: Path) -> None:
         half_hour.main(["--recipe", "same-prompts", "--out", str(tmp_path), "--set", "trian=--steps 3"])
 
 
+def test_a_change_takes_the_place_of_the_recipes_flag() -> None:
+    found = half_hour.flags_of("same-prompts", False, ["eval=--max-new-tokens 64 --limit 3", "greedy=--limit 9"])
+    assert found["eval"] == ["--max-new-tokens", "64", "--limit", "3"]
+    assert found["greedy"] == ["--max-new-tokens", "192", "--batch-size", "1024", "--limit", "9"]
+
+
 def test_quick_and_real_recipes_have_the_same_stages() -> None:
     for recipe in half_hour.RECIPES.values():
         assert set(recipe) <= set(half_hour.QUICK)
