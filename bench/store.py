@@ -1,13 +1,15 @@
-"""The store's writer and readers against plain loops over the same bytes and buffers; opening a store of many shards.
+"""The store's writer and readers against plain loops over the same bytes and buffers.
 
     python bench/store.py                     write, read cold and from the page cache: a table of ratios
-    python bench/store.py --shards 20000      time to open such a store and to read the first batch
     python bench/store.py --storage int8      of another storage (lz4 has no fixed bytes to compare with)
 
 A plain loop is one thread that calls os.pwrite, or os.preadv, for the valid bytes of each row of each array, on files
 of the same size with the same holes, fsynced, without a checksum. Ours are `ShardWriter` under the writer threads of an
-extraction, and the trainer's `Reader`. Rounds alternate, the best of each counts. "Cold" means that the pages were
-dropped from the cache before (posix_fadvise); a plain loop reads cold with and without O_DIRECT.
+extraction, and the trainer's `Reader`. All memory that is read into or written from has been touched before. A round
+times ours and the plain loop one after the other, in turns which is first; figures and ratios are medians over rounds.
+
+"cold": the pages were dropped from the cache before, and nothing has them mapped; a plain loop reads cold with and
+without O_DIRECT. "page cache": all is in the cache; "first" with maps as fresh as in a first epoch, "again" as later.
 """
 
 import argparse
@@ -18,11 +20,13 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -32,14 +36,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dflash.store import Bucket, DocumentsWriter, Plan, PlanRows, Prepared, ShardWriter, Store, StoreMeta, create_store
 from dflash.store.calib import write_calib
 from dflash.store.direct import aligned
-from dflash.store.index import encode_line
-from dflash.store.paths import index_path
 from dflash.train.order import BucketRows, Micro
-from dflash.train.reader import THREADS, Layout, Reader
+from dflash.train.reader import HUGE_PAGE, Layout, Reader, threads
 
 WRITERS = 4  # as extraction on a GPU has
 ROWS_AT_ONCE = 4  # of a forward, and of a micro-batch
-Best = dict[str, tuple[float, float]]  # what was timed -> wall and processor seconds of its best round
+PAIRS = {  # ours, what it is compared with, and the ratio that is wanted
+    "write": ("plain write", 0.85),
+    "write, O_DIRECT": ("plain write, O_DIRECT", None),  # the same, beside a loop that goes past the cache too
+    "direct, cold": ("plain O_DIRECT, cold", 0.85),
+    "direct, cold, buffered": ("plain, cold", 0.85),
+    "mmap, cold": ("plain, cold", None),
+    "mmap, page cache, first": ("plain, page cache", 0.85),
+    "mmap, page cache, again": ("plain, page cache", 0.85),
+}
+Took = dict[str, list[tuple[float, float]]]  # ours, plain -> wall and processor seconds of every round
+readers: dict[str, Reader] = {}
+sizes: dict[str, int] = {}
 
 
 def make_store(folder: Path, *, hidden: int, taps: int, ceiling: int, rows: int, per_shard: int, storage: str) -> Store:
@@ -60,22 +73,32 @@ def make_store(folder: Path, *, hidden: int, taps: int, ceiling: int, rows: int,
         target={"name": "bench", "config": "c", "weights": "w"}, tokenizer="t", template="m", data="d",
         taps=tuple(range(taps)), hidden_size=hidden, vocab_size=1000, storage=storage, buckets=(bucket,),
     )  # fmt: skip
-    return create_store(folder / "store", meta, Prepared(folder / "made", documents, plan, {}, {}), folder / "target")
+    store = create_store(folder / "store", meta, Prepared(folder / "made", documents, plan, {}, {}), folder / "target")
+    if storage == "int8":
+        write_calib(store.root, np.ones(taps * hidden, np.float32))
+    return store
+
+
+def buffers(store: Store) -> dict[str, np.ndarray]:
+    """[rows, ceiling, …] of every array, touched, in memory where the disk can read and write."""
+    made = {}
+    for name in store.array_names():
+        shape, dtype = store.array_shape_dtype(name, store.buckets[0].ceiling)
+        memory = aligned(ROWS_AT_ONCE * int(np.prod(shape)) * dtype.itemsize, HUGE_PAGE)
+        memory[:] = 0
+        made[name] = memory.view(dtype).reshape(ROWS_AT_ONCE, *shape)
+    return made
 
 
 def staged(store: Store) -> dict[str, np.ndarray]:
-    """What a forward leaves in its buffer: [rows, ceiling, …] of every array that a writer is given."""
-    ceiling, made, rng = store.buckets[0].ceiling, {}, np.random.default_rng(1)
-    for name in store.array_names():
-        shape, dtype = store.array_shape_dtype(name, ceiling)
-        if name not in ("input_ids", "loss_mask"):
-            size = ROWS_AT_ONCE * int(np.prod(shape)) * dtype.itemsize
-            memory = aligned(size)
-            memory[:] = rng.integers(0, 256, size, dtype=np.uint8)
-            made[name] = memory.view(dtype).reshape(ROWS_AT_ONCE, *shape)
+    """What a forward leaves in its buffer: every array that a writer is given."""
+    made, rng = buffers(store), np.random.default_rng(1)
+    for array in made.values():
+        flat = array.reshape(-1).view(np.uint8)
+        flat[:] = rng.integers(0, 256, len(flat), dtype=np.uint8)
     made["labels"][:] = rng.integers(0, 1000, made["labels"].shape)
     made["labels"][:, 0] = -1
-    return made
+    return {name: array for name, array in made.items() if name not in ("input_ids", "loss_mask")}
 
 
 def write_ours(store: Store, arrays: dict[str, np.ndarray]) -> None:
@@ -98,56 +121,57 @@ def write_ours(store: Store, arrays: dict[str, np.ndarray]) -> None:
             commit.result()
 
 
-def rows_of(store: Store) -> Iterator[tuple[int, int, int, int]]:
-    """(shard, row of the shard, its place in a buffer, length) of every row."""
+def rows_of(store: Store, number: int) -> Iterator[tuple[int, int, int]]:
+    """(row of the shard, its place in a buffer, length) of every row."""
     bucket = store.buckets[0]
-    for _, number in store.shards():
-        rows = bucket.rows_of(number)
-        for row in rows:
-            inner = row - rows.start
-            yield number, inner, inner % ROWS_AT_ONCE, int(store.plan.rows[bucket.name].length[row])
+    lengths = store.plan.rows[bucket.name].length
+    for inner, row in enumerate(bucket.rows_of(number)):
+        yield inner, inner % ROWS_AT_ONCE, int(lengths[row])
 
 
-def write_plainly(store: Store, arrays: dict[str, np.ndarray], folder: Path) -> int:
-    """The same arrays by one loop of os.pwrite; returns the bytes."""
-    specs, bucket, written = store.specs(store.buckets[0].ceiling), store.buckets[0], 0
+def valid(array: np.ndarray, n: int, token_bytes: int, pages: bool) -> memoryview:
+    """The memory of a row's valid tokens; with `pages` up to the next page, as O_DIRECT wants."""
+    size = n * token_bytes
+    return array.reshape(-1).view(np.uint8)[: -(-size // 4096) * 4096 if pages else size].data
+
+
+def write_plainly(store: Store, arrays: dict[str, np.ndarray], folder: Path, flags: int) -> None:
+    """The same arrays by one loop of os.pwrite; `flags` for the states only."""
+    specs, bucket = store.specs(store.buckets[0].ceiling), store.buckets[0]
+    sizes["write"] = 0
     folder.mkdir()
     for _, number in store.shards():
         rows = len(bucket.rows_of(number))
         for name in arrays:
             spec = specs[name]
-            descriptor = os.open(folder / f"{number}-{name}", os.O_WRONLY | os.O_CREAT, 0o644)
+            own = flags * spec.sparse
+            descriptor = os.open(folder / f"{number}-{name}", os.O_WRONLY | os.O_CREAT | own, 0o644)
             os.ftruncate(descriptor, rows * spec.stride(rows))
-            for shard, inner, place, n in rows_of(store):
-                if shard == number:
-                    content = arrays[name][place, :n].reshape(-1).view(np.uint8)
-                    written += os.pwrite(descriptor, content.data, inner * spec.stride(rows))
+            for inner, place, n in rows_of(store, number):
+                os.pwrite(
+                    descriptor, valid(arrays[name][place], n, spec.token_bytes, own > 0), inner * spec.stride(rows)
+                )
+                sizes["write"] += n * spec.token_bytes
             os.fsync(descriptor)
             os.close(descriptor)
-    return written
 
 
-def read_plainly(store: Store, slots: dict[str, np.ndarray], flags: int = 0) -> int:
-    """Every row of every array by one loop of os.preadv into a slot; `flags` for the states only. Returns the bytes."""
-    specs, read = store.specs(store.buckets[0].ceiling), 0
-    per_shard = store.buckets[0].rows_per_shard
+def read_plainly(store: Store, slots: dict[str, np.ndarray], flags: int = 0) -> None:
+    """Every row of every array by one loop of os.preadv into a slot; `flags` for the states only."""
+    specs, bucket = store.specs(store.buckets[0].ceiling), store.buckets[0]
+    sizes["read"] = 0
     for _, number in store.shards():
-        folder = store.root / "shards" / store.buckets[0].name / f"s{number:06d}.zarr"
-        files = {
-            name: os.open(folder / name / specs[name].file_name, os.O_RDONLY | flags * specs[name].sparse)
-            for name in slots
-        }
-        for shard, inner, place, n in rows_of(store):
-            for name, array in slots.items() if shard == number else ():
+        folder = store.root / "shards" / bucket.name / f"s{number:06d}.zarr"
+        own = {name: flags * specs[name].sparse for name in slots}
+        files = {name: os.open(folder / name / specs[name].file_name, os.O_RDONLY | own[name]) for name in slots}
+        for inner, place, n in rows_of(store, number):
+            for name, array in slots.items():
                 spec = specs[name]
-                size = n * spec.token_bytes
-                asked = -(-size // 4096) * 4096 if flags and spec.sparse else size
-                target = array[place].reshape(-1).view(np.uint8)[:asked]
-                os.preadv(files[name], [target.data], inner * spec.stride(per_shard))
-                read += size
+                target = valid(array[place], n, spec.token_bytes, own[name] > 0)
+                os.preadv(files[name], [target], inner * spec.stride(bucket.rows_per_shard))
+                sizes["read"] += n * spec.token_bytes
         for descriptor in files.values():
             os.close(descriptor)
-    return read
 
 
 def read_ours(store: Store, io: str) -> None:
@@ -160,25 +184,30 @@ def read_ours(store: Store, io: str) -> None:
         pass
 
 
-readers: dict[str, Reader] = {}
-
-
-def drop_cache(store: Store) -> None:
-    """Forget the readers' maps (mapped pages stay), then drop the pages of all array files."""
+def forget_maps(store: Store) -> None:
     for io, reader in readers.items():
         reader.filler.store = Store.open(store.root, io=io)
     gc.collect()
+
+
+def drop_cache(store: Store) -> None:
+    """Drop the pages of all array files; those that are mapped would stay."""
+    forget_maps(store)
     for path in (store.root / "shards").rglob("c.*"):
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
 
 
-def seconds(work: Callable[[], Any]) -> tuple[float, float]:
-    """(wall, processor) seconds."""
-    start, before = time.perf_counter(), time.process_time()
-    work()
-    return time.perf_counter() - start, time.process_time() - before
+def race(
+    took: Took, turn: int, ours: Callable[[], Any], plain: Callable[[], Any], before: Callable[[], Any] = os.sync
+) -> None:
+    """Time both, in turns which is first."""
+    for who, work in [("ours", ours), ("plain", plain)][:: -1 if turn % 2 else 1]:
+        before()
+        start, processor = time.perf_counter(), time.process_time()
+        work()
+        took[who].append((time.perf_counter() - start, time.process_time() - processor))
 
 
 def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -187,140 +216,80 @@ def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     token = hidden * taps * (1 if arguments.storage == "int8" else 2)
     per_shard = max(1, 32_768 // ceiling)
     rows = max(per_shard, int(arguments.gigabytes * 1e9 / (0.75 * ceiling * token)) // per_shard * per_shard)
-    best: Best = {}
-    for _ in range(arguments.rounds):
-        store = make_store(
-            folder / "ours", hidden=hidden, taps=taps, ceiling=ceiling, rows=rows, per_shard=per_shard,
-            storage=arguments.storage,
-        )  # fmt: skip
-        round_of_writing(store, folder / "plain", best)
-    round_of_reading(store, arguments.rounds, best)
-    return report(best)
-
-
-def note(best: Best, what: str, took: tuple[float, float]) -> None:
-    best[what] = min(best.get(what, took), took)
-
-
-def round_of_writing(store: Store, folder: Path, best: Best) -> None:
-    arrays = staged(store)
-    if store.meta.storage == "int8":
-        write_calib(store.root, np.ones(arrays["hidden"].shape[-1], np.float32))
-    note(best, "write", seconds(lambda: write_ours(store, arrays)))
-    note(best, "plain write", seconds(lambda: note_bytes("write", write_plainly(store, arrays, folder))))
-    shutil.rmtree(folder)
-
-
-def round_of_reading(store: Store, rounds: int, best: Best) -> None:
-    ceiling, slots = store.buckets[0].ceiling, {}
+    shape = {"hidden": hidden, "taps": taps, "ceiling": ceiling, "rows": rows, "per_shard": per_shard}
+    found: dict[str, Took] = {name: defaultdict(list) for name in PAIRS}
+    arrays: dict[str, np.ndarray] = {}
+    for turn in range(arguments.rounds):
+        for name, flags in (("write", 0), ("write, O_DIRECT", os.O_DIRECT)):
+            store = make_store(folder / "ours", **shape, storage=arguments.storage)
+            arrays = arrays or staged(store)
+            plainly = partial(write_plainly, store, arrays, folder / "plain", flags)
+            race(found[name], turn, partial(write_ours, store, arrays), plainly)
+            shutil.rmtree(folder / "plain")
+    arrays.clear()
     for io in ("mmap", "direct"):
-        readers[io] = Reader(
-            Store.open(store.root, io=io), Layout.of(store, ROWS_AT_ONCE * ceiling), torch.device("cpu")
-        )
-    for reader in readers.values():
-        for slot in reader.slots:
-            for tensor in slot.values():
-                tensor.zero_()  # as in a run that is warm
-    for name in store.array_names():
-        shape, dtype = store.array_shape_dtype(name, ceiling)
-        memory = aligned(ROWS_AT_ONCE * int(np.prod(shape)) * dtype.itemsize, 2 << 20)
-        memory[:] = 0
-        slots[name] = memory.view(dtype).reshape(ROWS_AT_ONCE, *shape)
-    ways: dict[str, Callable[[], Any]] = {
-        "plain O_DIRECT, cold": lambda: read_plainly(store, slots, os.O_DIRECT),
-        "direct, cold": lambda: read_ours(store, "direct"),
-        "plain, cold": lambda: read_plainly(store, slots),
-        "mmap, cold": lambda: read_ours(store, "mmap"),
-    }
-    for _ in range(rounds):
-        for what, work in ways.items():
-            drop_cache(store)
-            note(best, what, seconds(work))
-        read_plainly(store, slots)  # now all is in the page cache
-        note(best, "plain, cached", seconds(lambda: note_bytes("read", read_plainly(store, slots))))
-        note(best, "mmap, cached", seconds(lambda: read_ours(store, "mmap")))
+        layout = Layout.of(store, ROWS_AT_ONCE * ceiling)
+        readers[io] = Reader(Store.open(store.root, io=io), layout, torch.device("cpu"))
+        for tensor in (tensor for slot in readers[io].slots for tensor in slot.values()):
+            tensor.zero_()
+    slots = buffers(store)
+    for turn in range(arguments.rounds):
+        round_of_reading(store, slots, found, turn)
+    return report(found)
 
 
-sizes: dict[str, int] = {}
+def round_of_reading(store: Store, slots: dict[str, np.ndarray], found: dict[str, Took], turn: int) -> None:
+    direct, mmap = (partial(read_ours, store, io) for io in ("direct", "mmap"))
+    plain, cold = partial(read_plainly, store, slots), partial(drop_cache, store)
+    race(found["direct, cold"], turn, direct, partial(plain, os.O_DIRECT), cold)
+    race(found["direct, cold, buffered"], turn, direct, plain, cold)
+    race(found["mmap, cold"], turn, mmap, plain, cold)
+    plain()  # now all is in the cache
+    race(found["mmap, page cache, first"], turn, mmap, plain, partial(forget_maps, store))
+    mmap()
+    race(found["mmap, page cache, again"], turn, mmap, plain, gc.collect)
 
 
-def note_bytes(what: str, count: int) -> None:
-    sizes[what] = count
-
-
-PAIRS = (
-    ("write", "plain write", 0.85), ("direct, cold", "plain O_DIRECT, cold", 0.85),
-    ("direct, cold", "plain, cold", 0.85), ("mmap, cold", "plain, cold", None), ("mmap, cached", "plain, cached", 0.85),
-)  # fmt: skip
-
-
-def report(best: Best) -> dict[str, Any]:
-    found = []
-    for ours, plain, wanted in PAIRS:
-        size = sizes["write" if ours == "write" else "read"]
-        found.append({
-            "ours": ours, "plain": plain, "ours_gb_s": size / best[ours][0] / 1e9,
-            "plain_gb_s": size / best[plain][0] / 1e9, "ratio": best[plain][0] / best[ours][0], "wanted": wanted,
-            "ours_cpu_ms_gb": best[ours][1] / size * 1e12, "plain_cpu_ms_gb": best[plain][1] / size * 1e12,
-        })  # fmt: skip
-    return {"bytes": sizes, "threads": {"write": WRITERS, "read": THREADS}, "ratios": found}
-
-
-def many_shards(count: int, folder: Path) -> dict[str, Any]:
-    """A store of one row a shard, opened as the trainer does, and one batch read. The index has a line for every shard;
-    folders are made for those that the batch needs, since no other is touched (tests/test_train_reader.py)."""
-    chosen = np.random.default_rng(2).permutation(count)[:32].tolist()
-    with mock.patch.multiple(os, fsync=lambda descriptor: None, fdatasync=lambda descriptor: None):
-        store = make_store(folder, hidden=64, taps=3, ceiling=64, rows=count, per_shard=1, storage="bf16")
-        arrays, lengths = staged(store), store.plan.rows["b0064"].length
-        for number in chosen:
-            writer = ShardWriter(store, "b0064", number, 0)
-            writer.write(0, lengths[number : number + 1], {name: array[:1] for name, array in arrays.items()})
-            entry = writer.commit([], "bench")
-    lines = [encode_line(entry | {"number": n, "lengths": [int(lengths[n])]}) for n in set(range(count)) - set(chosen)]
-    with index_path(store.root, 0).open("ab") as file:
-        file.write(b"".join(lines))
-    drop_cache(store)
-    start = time.perf_counter()
-    opened = Store.open(store.root)
-    assert not opened.missing()
-    ready = time.perf_counter()
-    reader = Reader(opened, Layout.of(opened, 32 * 64), torch.device("cpu"))
-    micro = Micro(BucketRows("b0064", 64, count, 32, 1), tuple(chosen))
-    next(iter(reader.batches(iter([micro]))))
-    end = time.perf_counter()
-    return {"shards": count, "open": ready - start, "first_batch": end - ready, "all": end - start}
+def report(found: dict[str, Took]) -> dict[str, Any]:
+    rows = []
+    for name, took in found.items():
+        size = sizes[name.partition(",")[0] if name.startswith("write") else "read"]
+        row: dict[str, Any] = {"ours": name, "plain": PAIRS[name][0], "wanted": PAIRS[name][1]}
+        for who, times in took.items():
+            row[f"{who}_gb_s"] = size / median(wall for wall, _ in times) / 1e9
+            row[f"{who}_cpu_ms_gb"] = median(cpu for _, cpu in times) / size * 1e12
+        row["ratios"] = [plain / ours for (ours, _), (plain, _) in zip(took["ours"], took["plain"], strict=True)]
+        rows.append(row | {"ratio": median(row["ratios"])})
+    return {"bytes": sizes, "threads": {"write": WRITERS, **{io: threads(io) for io in readers}}, "ratios": rows}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="where to write; a temporary folder here unless given")
-    parser.add_argument("--gigabytes", type=float, default=4.0)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--gigabytes", type=float, default=3.0)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ceiling", type=int, default=1216)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--taps", type=int, default=5)
     parser.add_argument("--storage", choices=("bf16", "int8"), default="bf16")
-    parser.add_argument("--shards", type=int, help="only time the opening of a store of so many shards")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix=".bench-store-", dir=arguments.folder or Path.cwd()) as name:
-        folder = Path(name)
-        found = many_shards(arguments.shards, folder / "many") if arguments.shards else compare(arguments, folder)
+        found = compare(arguments, Path(name))
     if arguments.json:
         print(json.dumps(found))
-    elif arguments.shards:
-        opened, first = found["open"], found["first_batch"]
-        print(f"{found['shards']:,} shards: opened in {opened:.2f} s, first batch {first:.2f} s later")
     else:
-        size = found["bytes"]["read"] / 1e9
-        print(f"{size:.1f} GB, {WRITERS} writer and {THREADS} reader threads, {os.cpu_count()} cores")
-        print(f"{'ours':<14}{'GB/s':>6}{'cpu ms/GB':>11}   {'plain loop':<22}{'GB/s':>6}{'cpu ms/GB':>11}{'ratio':>7}")
-        for each in found["ratios"]:
-            print(
-                f"{each['ours']:<14}{each['ours_gb_s']:>6.2f}{each['ours_cpu_ms_gb']:>11.0f}   {each['plain']:<22}"
-                f"{each['plain_gb_s']:>6.2f}{each['plain_cpu_ms_gb']:>11.0f}{each['ratio']:>7.2f}"
-            )
+        show(found)
+
+
+def show(found: dict[str, Any]) -> None:
+    print(f"{found['bytes']['read'] / 1e9:.1f} GB, {os.cpu_count()} cores, threads {found['threads']}")
+    titles = f"{'GB/s':>6}{'cpu ms/GB':>11}"
+    print(f"{'ours':<24}{titles}   {'plain loop':<22}{titles}{'ratio':>7}  rounds")
+    for each in found["ratios"]:
+        ours, plain = (f"{each[f'{who}_gb_s']:>6.2f}{each[f'{who}_cpu_ms_gb']:>11.0f}" for who in ("ours", "plain"))
+        rounds = " ".join(f"{ratio:.2f}" for ratio in each["ratios"])
+        print(f"{each['ours']:<24}{ours}   {each['plain']:<22}{plain}{each['ratio']:>7.2f}  {rounds}")
 
 
 if __name__ == "__main__":

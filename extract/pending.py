@@ -46,6 +46,5 @@ class Written:
     buffer: Stage
     ready: Any = None  # CUDA event: the copy into the buffer is done
     started: Any = None
-    ended: Any = None
     previous_end: Any = None
     parts: int = 1  # that are still to be written

@@ -139,14 +139,14 @@ class Pipeline:
         stage.shape(rows, ceiling, len(buffer.index))
         compute = torch.cuda.current_stream(self.device)
         compute.wait_event(copied)  # the stage's last content is on its way no more
-        written.started, written.ended, written.ready = (torch.cuda.Event(enable_timing=i < 2) for i in range(3))
+        written.started, ended, written.ready = (torch.cuda.Event(enable_timing=i < 2) for i in range(3))
         written.previous_end = self._previous_end
         written.started.record(compute)
         for name in ("input_ids", "index", "lengths"):
             getattr(stage, name).copy_(getattr(buffer, name), non_blocking=True)
         self.extractor.run(stage)
-        written.ended.record(compute)
-        self._previous_end = written.ended
+        ended.record(compute)
+        self._previous_end = ended
         self._copy_stream.wait_stream(compute)
         with torch.cuda.stream(self._copy_stream), torch.inference_mode():
             host = buffer.results()
@@ -239,8 +239,7 @@ class Pipeline:
     def _commit(self, shard: OpenShard) -> None:
         with self._at_work():
             software = {"torch": torch.__version__, **transformers_version()}
-            bad = sorted(shard.bad, key=lambda each: each["row"])  # threads finish in any order
-            shard.writer.commit(bad, self.device_name, software, shard.quantisation())
+            shard.writer.commit(shard.bad, self.device_name, software, shard.quantisation())
         shard.committed = True
         with self.totals.lock:
             self.totals.shards += 1

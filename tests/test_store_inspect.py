@@ -251,6 +251,16 @@ def test_a_sample_stays_small_and_takes_from_every_bucket(tmp_path: Path, monkey
     assert inspect(store.root)["sample"]["rows"] == 1
 
 
+def test_a_sample_opens_a_shard_once_however_many_rows_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, opened = make_store(tmp_path / "s", documents=20), []
+    real = inspect_module.OpenShard
+    monkeypatch.setattr(inspect_module, "OpenShard", lambda *args: opened.append(args[1]) or real(*args))
+    assert inspect(store.root)["sample"]["rows"] == 26
+    assert sorted(opened) == sorted(store.shards())
+
+
 def test_damage_in_the_sample_is_named_and_the_rest_is_shown(tmp_path: Path) -> None:
     store = make_store(tmp_path / "s", documents=10)
     with (shard_of(store.root) / "hidden/c.0.0.0").open("r+b") as file:

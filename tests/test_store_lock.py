@@ -1,11 +1,13 @@
 """Who may write: live holders are named, dead ones are no obstacle."""
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +135,44 @@ def test_the_heartbeat_is_refreshed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             time.sleep(0.01)
     time.sleep(0.05)
     assert os.listdir(tmp_path / "lock") == []
+
+
+def test_nobody_takes_a_claim_over_while_its_heartbeat_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look whose claim it is and the write; else the beat of a holder that slept would take it back."""
+    with acquire_lock(tmp_path, 0, 1) as lock:
+        monkeypatch.setattr(lock_module.Lock, "is_ours", lambda self: bool(free.append(is_free())) or True)
+        free: list[bool] = []
+
+        def is_free() -> bool:
+            descriptor = os.open(tmp_path / "lock", os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            finally:
+                os.close(descriptor)
+            return True
+
+        assert is_free()
+        lock.beat()
+        assert free == [False]
+        monkeypatch.undo()
+
+
+def test_who_claims_between_the_look_and_the_claim_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the filesystem knows no flock, O_EXCL decides."""
+    look = lock_module._refuse_or_clear
+
+    def overtaken(root: Path, mine: lock_module.Holder) -> None:
+        look(root, mine)
+        lock_module._claim(root, replace(mine, run_id="another"))
+
+    monkeypatch.setattr(lock_module, "_refuse_or_clear", overtaken)
+    with pytest.raises(DflashError, match=r"has just claimed worker 0 of store .*; wait"), acquire_lock(tmp_path, 0, 1):
+        pass
+    assert content(tmp_path)["run_id"] == "another"
 
 
 def test_a_claim_that_was_taken_over_is_noticed_and_not_removed(tmp_path: Path) -> None:

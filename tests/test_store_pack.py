@@ -20,6 +20,7 @@ from helpers_store import fill_shard, make_store
 from dflash.errors import DflashError, DiskFullError
 from dflash.store import Store, inspect, pack, verify
 from dflash.store.pack import block_of
+from dflash.store.verify import retire
 
 pack_module = sys.modules["dflash.store.pack"]
 KINDS = [("bf16", "argmax", 64), ("bf16", "last-hidden", 40), ("lz4", "last-hidden", 40), ("int8", "topk:4", 40)]
@@ -223,6 +224,21 @@ def test_only_a_new_folder_or_this_stores_own_pack_is_written_to(tmp_path: Path)
             pack(store.root, tmp_path / out)
 
 
+@pytest.mark.parametrize("link", ["tmp", "lock", "index", "docs", "shards/b0096", "target/inner"])
+def test_nothing_is_written_or_tidied_up_behind_a_symlink(tmp_path: Path, link: str) -> None:
+    """An unfinished pack may come from anybody too."""
+    store, outside = make_store(tmp_path / "s", documents=8), tmp_path / "outside"
+    pack(store.root, tmp_path / "p")
+    (tmp_path / "p/store.json").unlink()
+    outside.mkdir()
+    (outside / "thesis.tex").write_text("x")
+    shutil.rmtree(tmp_path / "p" / link, ignore_errors=True)
+    (tmp_path / "p" / link).symlink_to(outside)
+    with pytest.raises(DflashError, match="is a symlink"):
+        pack(store.root, tmp_path / "p")
+    assert os.listdir(outside) == ["thesis.tex"]
+
+
 def test_what_does_not_fit_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make_store(tmp_path / "s", documents=8)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
@@ -270,3 +286,21 @@ def test_a_shard_that_was_retired_in_the_pack_is_packed_again_and_a_remade_one_i
         assert pack(source.root, tmp_path / "out")["packed"] == int(not remake)
         assert not Store.open(tmp_path / "out").missing()
         assert verify(tmp_path / "out")["ok"]
+
+
+def test_a_shard_that_was_made_again_in_the_source_is_packed_again(tmp_path: Path) -> None:
+    """Whatever the generations are: the pack's may be ahead of its source's."""
+    source, out = make_store(tmp_path / "source", documents=14), tmp_path / "out"
+    pack(source.root, out)
+    for _ in range(2):
+        with (out / HIDDEN).open("r+b") as file:
+            file.write(b"\xff")
+        verify(out, repair=True)
+        pack(source.root, out)
+    retire(source, [("b0096", 0)])
+    fill_shard(source, "b0096", 0, empty=[1])  # another content
+    assert source.index.entries["b0096", 0]["gen"] < Store.open(out).index.entries["b0096", 0]["gen"]
+    assert pack(source.root, out)["packed"] == 1
+    assert Store.open(out).length("b0096", 1) == 0
+    assert pack(source.root, out)["packed"] == 0
+    assert verify(out)["ok"]

@@ -1,5 +1,6 @@
 """After a crash: nothing half-made stays, nothing complete is lost, nothing retired comes back."""
 
+import errno
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,9 @@ from helpers_store import fill_shard, make_store
 
 from dflash.errors import DflashError
 from dflash.store import ShardWriter, Store, acquire_lock, recover, verify
+from dflash.store import shard as shard_module
 from dflash.store.index import append_line
+from dflash.store.recover import rebuild_index
 from dflash.store.verify import retire
 
 
@@ -105,6 +109,27 @@ def test_dead_folders_go_and_those_of_live_workers_stay(tmp_path: Path) -> None:
     assert (tmp_path / "outside").exists()
 
 
+def test_a_folder_that_a_starting_worker_clears_away_first_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is moved into tmp/ to be deleted belongs to nobody, so any worker that starts just then deletes it too."""
+    store = make_store(tmp_path / "s", documents=10)
+    retire(store, [("b0096", 0)])
+    shutil.copytree(store.root / "shards/b0096/s000001.zarr", store.root / "shards/b0096/s000000.zarr")
+    real = shutil.rmtree
+
+    def both(path: Path, **options: Any) -> None:
+        if path.name.startswith("retired-"):
+            real(path)
+        real(path, **options)
+
+    monkeypatch.setattr(shard_module.shutil, "rmtree", both)
+    fill_shard(store, "b0096", 0)
+    monkeypatch.undo()
+    assert verify(store.root)["ok"]
+    assert os.listdir(store.root / "tmp") == []
+
+
 def test_torn_tails_of_dead_workers_are_sealed_and_those_of_live_ones_left(tmp_path: Path) -> None:
     store = make_store(tmp_path / "s", documents=10)
     (store.root / "index/w001.jsonl").write_bytes(b"torn")
@@ -141,6 +166,34 @@ def test_rebuilding_drops_damaged_lines_and_keeps_what_is_retired(tmp_path: Path
     assert again.index.damaged == []
     assert again.missing() == [retired]
     assert (store.root / "index/w000.jsonl.old").exists()
+
+
+@pytest.mark.parametrize("renames", range(4))
+def test_what_is_retired_stays_so_when_rebuilding_breaks_off(
+    tmp_path: Path, renames: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder may still be there (a crash before it was moved away), and must not be adopted by whoever is next."""
+    store = make_store(tmp_path / "s", documents=10)
+    append_line(store.root, 3, {"retire": ["b0096", 0], "gen": 0})
+    real, left = os.replace, [renames]
+
+    def replace(*names: object) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.EIO, "Input/output error")
+        real(*names)
+
+    monkeypatch.setattr(os, "replace", replace)
+    if renames < 3:  # the copy of w000's, its successor, and w003's
+        with pytest.raises(OSError, match="Input"):
+            rebuild_index(Store.open(store.root))
+    else:
+        rebuild_index(Store.open(store.root))
+    monkeypatch.undo()
+    again = Store.open(store.root)
+    recover(again)
+    assert again.missing() == [("b0096", 0)]
+    assert again.index.damaged == []
 
 
 def test_rebuilding_waits_for_live_writers(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Making and opening a store."""
 
+import gc
 import os
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,17 @@ def test_lines_of_other_writers_are_seen_after_a_reload(tmp_path: Path) -> None:
     one.reload_index()
     assert ("b0096", 1) not in one.missing()
     assert sorted(os.listdir(one.root / "index")) == ["w001.jsonl"]
+
+
+def test_a_store_that_is_let_go_of_lets_its_maps_go(tmp_path: Path) -> None:
+    """Maps keep files open and their pages in the cache; a run that opens a store anew must not pile them up."""
+    made = make_store(tmp_path / "s", documents=10)
+    store = Store.open(made.root)
+    store.read_row("b0096", 0)
+    opened = weakref.ref(store._cache.get(store, ("b0096", 0)))
+    del store
+    gc.collect()
+    assert opened() is None
 
 
 def test_shapes_and_dtypes_of_buffers(tmp_path: Path) -> None:

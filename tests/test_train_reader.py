@@ -254,7 +254,7 @@ def test_the_loop_asks_for_advice_while_it_runs(
 def test_the_first_batch_touches_the_files_of_its_own_shards_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What makes a store of 20,000 shards open in seconds (bench/store.py --shards times that)."""
+    """What makes a store of 20,000 shards open in seconds (bench/many_shards.py times that)."""
     root = make_store(tmp_path / "s", documents=400, buckets=(64,)).root
     opened: list[tuple[str, ...]] = []
     real = paths.open_inside

@@ -7,6 +7,7 @@ the slot in place. On a GPU slots are pinned; a side stream moves each to one of
 loop still runs the step before.
 """
 
+import os
 import threading
 import time
 import weakref
@@ -27,7 +28,6 @@ from dflash.train.step import Batch
 
 SLOTS = 3
 STAGES = 2
-THREADS = 3
 DTYPES = {
     "hidden": torch.bfloat16, "last": torch.bfloat16, "scale": torch.float32, "input_ids": torch.int32,
     "labels": torch.int32, "loss_mask": torch.uint8, "topk_ids": torch.int32, "topk_logp": torch.float16,
@@ -170,7 +170,7 @@ class Reader:
 
     def _host_batches(self, micros: Iterator[Micro]) -> Iterator[tuple[Micro, Batch]]:
         pending: deque[tuple[Micro, dict[str, Tensor], Future[Batch]]] = deque()
-        with ThreadPoolExecutor(THREADS, thread_name_prefix="reader") as pool:
+        with ThreadPoolExecutor(threads(self.filler.store.io), thread_name_prefix="reader") as pool:
 
             def ahead(slot: dict[str, Tensor]) -> None:
                 if (micro := next(micros, None)) is not None:
@@ -230,6 +230,12 @@ class Reader:
 def _numpy(view: Tensor) -> np.ndarray:
     """The tensor's memory as numpy sees it; bfloat16 as the store's uint16."""
     return (view.view(torch.uint16) if view.dtype == torch.bfloat16 else view).numpy()
+
+
+def threads(io: str) -> int:
+    """How many fill slots at once. Those that read past the cache mostly wait for the disk, which likes to have several
+    reads to do; those that copy out of the cache need a core each, and beyond that fight for Python's lock."""
+    return SLOTS if io == "direct" else min(SLOTS, len(os.sched_getaffinity(0)))
 
 
 def available_memory() -> int:

@@ -4,12 +4,10 @@ Counts what `du` counts: blocks of 4 KiB of every file, with the row tails of `h
 the share that is left of a row is an estimate (`LZ4_RATIO`), and so is the forecast; else it is within 2 %.
 """
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dflash.files import allocated_bytes
 from dflash.store.index import encode_line
 from dflash.store.layout import Bucket, up
 from dflash.store.meta import StoreMeta, with_crc
@@ -24,10 +22,9 @@ ANY_CRC = 2_147_483_648  # of the usual number of digits
 HASH = "0" * 64
 
 
-def storage_bytes(meta: StoreMeta, plan: Plan, target_folder: Path | None = None, holes: bool = True) -> dict[str, Any]:
-    """Allocated bytes of all files of the store: {bytes, shards, docs, target, buckets [{name, ceiling, held_out, rows,
-    tokens, bytes}]}. `target_folder` is what will become STORE/target, as far as it exists already. Without `holes` (a
-    filesystem that has none) padding takes room as well."""
+def storage_bytes(meta: StoreMeta, plan: Plan, holes: bool = True) -> dict[str, Any]:
+    """Allocated bytes of all files of the store but those of target/: {bytes, shards, docs, buckets [{name, ceiling,
+    held_out, rows, tokens, bytes}]}. Without `holes` (a filesystem that has none) padding takes room as well."""
     buckets: list[dict[str, Any]] = []
     index = 0
     for bucket in meta.buckets:
@@ -41,13 +38,11 @@ def storage_bytes(meta: StoreMeta, plan: Plan, target_folder: Path | None = None
     shards = sum(entry["bytes"] for entry in buckets)
     tokens, rows = sum(entry["tokens"] for entry in buckets), sum(bucket.rows for bucket in meta.buckets)
     docs = up(4 * tokens, BLOCK) + up(tokens, BLOCK) + up(8 * (rows + 1), BLOCK)
-    target = allocated_bytes(target_folder) if target_folder is not None else 0
     row_bytes = 8 + 8 + 4 + 8 + 4 + 4 + 1
     files = up(row_bytes * rows + 1000 * len(buckets), BLOCK) + up(4000, BLOCK) + up(index, BLOCK)
     if meta.storage == "int8":
         files += up(4 * len(meta.taps) * meta.hidden_size + 100, BLOCK)
-    whole = shards + docs + target + files
-    return {"bytes": whole, "shards": shards, "docs": docs, "target": target, "buckets": buckets}
+    return {"bytes": shards + docs + files, "shards": shards, "docs": docs, "buckets": buckets}
 
 
 def bucket_bytes(meta: StoreMeta, bucket: Bucket, rows: PlanRows, holes: bool = True) -> tuple[int, int]:

@@ -214,13 +214,14 @@ def _sample(store: Store) -> dict[str, Any]:
     # the first of every bucket, then the second: a limit must not leave a bucket out
     turns = [(turn, bucket.name, row) for bucket in store.buckets for turn, row in _spread_rows(store, bucket.name)]
     taps, documents, problems, read = TapFigures(store), [], [], 0
-    manifests: dict[Shard, dict[str, Any]] = {}
+    shards: dict[Shard, OpenShard] = {}
     for _, name, row in sorted(turns):
-        shard = (name, store.bucket(name).shard_of(row)[0])
+        number, inner = store.bucket(name).shard_of(row)
+        shard = (name, number)
         try:
-            opened = OpenShard(store, shard)
-            manifests[shard] = opened.manifest
-            values = _read(opened, row - opened.manifest["first_row"])
+            if shard not in shards:
+                shards[shard] = OpenShard(store, shard)
+            values = _read(shards[shard], inner)
             taps.add(values)
             documents.append(_supervision(values))
             read += sum(array.nbytes for array in values.values())
@@ -228,7 +229,7 @@ def _sample(store: Store) -> dict[str, Any]:
             problems.append(problem(shard, None, None, str(error)))
         if read > SAMPLE_BYTES:
             break
-    losses = _int8_errors(store, list(manifests.values()))
+    losses = _int8_errors(store, [opened.manifest for opened in shards.values()])
     specs = store.specs(store.buckets[0].ceiling).values()
     return {
         "arrays": {
@@ -238,7 +239,7 @@ def _sample(store: Store) -> dict[str, Any]:
         },
         "taps": [tap | lost for tap, lost in zip(taps.result(), losses, strict=True)] if documents else [],
         "labels": _labels(documents, store.meta.labels),
-        "rows": len(documents), "shards": len(manifests), "of_shards": len(store.index.entries),
+        "rows": len(documents), "shards": len(shards), "of_shards": len(store.index.entries),
         "checksums": {"ok": not problems, "checked": "sampled rows", "problems": problems},
     }  # fmt: skip
 

@@ -4,6 +4,7 @@ Axes: R rows of a shard, C the bucket's ceiling, H hidden size, K taps. Every nu
 computed here and nowhere else, from store.json's fields alone; docs/store-format.md says the same in prose.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -126,7 +127,7 @@ class ArraySpec:
 
     @property
     def token_bytes(self) -> int:
-        return self.dtype.itemsize * int(np.prod(self.token_shape, dtype=np.int64))
+        return self.dtype.itemsize * math.prod(self.token_shape)
 
     def chunk_bytes(self, rows: int) -> int:
         """Bytes of one row (of all of `lengths`), decoded."""

@@ -78,16 +78,14 @@ class Lock:
             )
 
     def beat(self) -> None:
-        """Refresh the heartbeat, unless the file has become somebody else's."""
-        if not self.is_ours():
-            return
+        """Refresh the heartbeat, unless the file has become somebody else's. A full disk or a lost network must not
+        kill the writer; the next beat may work."""
         content = json.dumps(asdict(self.holder) | {"heartbeat": time.time()})
         sibling = self.root / LOCK / f".{self.name}.{self.holder.run_id}"
-        with contextlib.suppress(
-            OSError
-        ):  # a full disk or a lost network must not kill the writer; the next beat may work
-            sibling.write_text(content)
-            os.replace(sibling, self.root / LOCK / self.name)
+        with contextlib.suppress(OSError, DflashError), guard(self.root):
+            if self.is_ours():
+                sibling.write_text(content)
+                os.replace(sibling, self.root / LOCK / self.name)
 
     def beat_for_ever(self) -> None:
         while not self._stop.wait(HEARTBEAT_SECONDS):

@@ -13,7 +13,7 @@ from dflash.errors import DflashError
 from dflash.files import canonical_json, sha256_json
 from dflash.store import checks, layout
 from dflash.store.layout import ArraySpec, Bucket, array_specs, check_labels, crc32c
-from dflash.store.paths import STORE_JSON, read_inside
+from dflash.store.paths import DOCS, PLAN, STORE_JSON, TARGET, read_inside
 
 TARGET_FIELDS = ("name", "config", "weights", "dtype")
 
@@ -56,6 +56,12 @@ class StoreMeta:
         return array_specs(
             ceiling=ceiling, hidden_size=self.hidden_size, taps=len(self.taps), storage=self.storage, labels=self.labels
         )
+
+    def known_files(self) -> list[tuple[tuple[str, ...], dict[str, Any]]]:
+        """(steps from the root, {bytes, sha256}) of every file whose content is fixed here."""
+        docs, target = ((top, self.fingerprints[top].items()) for top in (DOCS, TARGET))
+        inside = [((top, *name.split("/")), about) for top, files in (docs, target) for name, about in files]
+        return [*inside, ((PLAN,), self.fingerprints["plan_file"])]
 
     def identity(self) -> dict[str, Any]:
         """What two runs must share to fill one store: all but names, paths and counts."""
@@ -210,7 +216,10 @@ def _check_fingerprints(value: dict[str, Any], where: str) -> None:
             checks.check_fields(entry, FILE_FIELDS, f"{where}: fingerprints.{kind}.{str(name)[:80]}")
             # a name here becomes a path below docs/ or target/, so it may not climb
             if any(part in ("", ".", "..") or "\0" in part for part in name.split("/")):
-                raise DflashError(f"{where}: fingerprints.{kind} has the impossible file name {str(name)[:80]!r}.")
+                raise DflashError(
+                    f"{where}: fingerprints.{kind} has the impossible file name {str(name)[:80]!r}; restore it "
+                    "from a copy."
+                )
 
 
 def _check_sizes(meta: StoreMeta, where: str) -> None:
@@ -219,4 +228,6 @@ def _check_sizes(meta: StoreMeta, where: str) -> None:
         for spec in meta.specs(bucket.ceiling).values():
             rows = min(bucket.rows_per_shard, max(bucket.rows, 1))
             if spec.file_bytes(rows) > 1 << 50 or (spec.packed and spec.chunk_bytes(rows) > 2**31 - 64):
-                raise DflashError(f"{where}: rows of {spec.name} in bucket {bucket.name} are too large to be stored.")
+                raise DflashError(
+                    f"{where}: rows of {spec.name} in bucket {bucket.name} are too large; restore it from a copy."
+                )

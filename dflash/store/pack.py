@@ -32,8 +32,8 @@ from dflash.store.manifest import entry_of, read_manifest
 from dflash.store.meta import with_crc
 from dflash.store.reader import OpenArray, OpenShard
 from dflash.store.recover import recover
-from dflash.store.shard import move_away, pwrite_all, tmp_name, write_durably
-from dflash.store.store import Store, check_files
+from dflash.store.shard import put_in_place, pwrite_all, tmp_name, write_durably
+from dflash.store.store import Store, check_file, refuse_links
 
 BLOCK_TOKENS = 64
 THREADS = 2
@@ -65,7 +65,9 @@ def pack(root: str | Path, out: str | Path) -> dict[str, Any]:
             for _ in pool.map(lambda shard: None if stop else pack_shard(store, packed, shard), todo):
                 advance(1)
         there = len(packed.index.entries)
-        stop.check(f"{there} of {len(store.index.entries)} shards are in {out}; the same command packs the others.")
+        stop.check(
+            f"{there} of {len(store.index.entries)} shards are in {out}; run the same command again for the others."
+        )
         write_atomically(out / paths.STORE_JSON, store.meta.encode())
     if not todo:
         say(f"{out} holds all shards of {root}; nothing to do.")
@@ -89,18 +91,15 @@ def pack_shard(store: Store, packed: Store, shard: Shard) -> None:
     for name in opened.specs:
         arrays[name], more = _write_array(opened, opened.array(name), folder / name)
         checksums |= more
-    # what `verify --repair` retired in the packed store is only followed by a later generation there
-    gen = max(opened.manifest["gen"], packed.index.next_generation(shard))
+    # what is there, or was retired there by `verify --repair`, is only followed by a later generation
+    before = packed.index.entries.get(shard, {"gen": -1})["gen"]
+    gen = max(opened.manifest["gen"], packed.index.next_generation(shard), before + 1)
     manifest = {**opened.manifest, "arrays": arrays, "gen": gen}
     document = zarr_json.group_document(with_crc(manifest))
     write_durably(folder / "zarr.json", document)
     fsync_path(folder)
     entry = entry_of(manifest, {"zarr.json": crc32c(document), **checksums}, folder, 0)
-    final = paths.shard_path(packed.root, shard)
-    if final.exists():
-        move_away(packed.root, shard)
-    os.rename(folder, final)
-    fsync_path(final.parent)
+    put_in_place(folder, packed.root, shard)
     append_line(packed.root, 0, entry)
     packed.index.add(entry)
 
@@ -161,6 +160,8 @@ def _check_place(store: Store, out: Path) -> None:
         raise DflashError(f"{out} is not a folder; name a new one for the packed store.")
     if out.resolve().is_relative_to(store.root.resolve()):
         raise DflashError(f"{out} lies in the store itself; name a folder outside of {store.root}.")
+    paths.check_layout(out, (bucket.name for bucket in store.buckets))  # what is tidied up there is ours alone
+    refuse_links(out)
     strange = sorted(set(os.listdir(out)) - set(paths.LAYOUT)) if out.exists() else []
     if any(not (name.startswith(".") and name.endswith(".partial")) for name in strange):
         raise DflashError(f"{out} holds {strange[0]!r}, which is no part of a store; name a new or an empty folder.")
@@ -171,15 +172,12 @@ def _check_place(store: Store, out: Path) -> None:
 
 def _copy_files(store: Store, out: Path) -> None:
     """docs/, target/, plan.npz and calib.safetensors: copied where they are not there yet, compared by sha256."""
-    marks = store.meta.fingerprints
-    files = [((paths.DOCS,), name, about) for name, about in marks["docs"].items()]
-    files += [((paths.TARGET,), name, about) for name, about in marks["target"].items()]
-    for folder, name, about in [*files, ((), paths.PLAN, marks["plan_file"])]:
+    for parts, about in store.meta.known_files():
         try:
-            check_files(out, folder, {name: about}, whole=True)
+            check_file(out, parts, about, whole=True)
         except DflashError:
-            _copy(store.root.joinpath(*folder, name), out.joinpath(*folder, name))
-            check_files(out, folder, {name: about}, whole=True)
+            _copy(store.root.joinpath(*parts), out.joinpath(*parts))
+            check_file(out, parts, about, whole=True)
     if (store.root / paths.CALIB).exists():
         _copy(store.root / paths.CALIB, out / paths.CALIB)
 
@@ -191,15 +189,16 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _is_there(store: Store, packed: Store, shard: Shard) -> bool:
-    """The shard is packed already, of the same or a later generation and of this store."""
+    """The shard is packed already, with the rows that the source has now: generations count for each store alone."""
     entry = packed.index.entries.get(shard)
-    if entry is None or entry["gen"] < store.index.entries[shard]["gen"]:
+    if entry is None:
         return False
     try:
-        read_manifest(packed, shard)
+        source, there = read_manifest(store, shard)[0], read_manifest(packed, shard)[0]
     except DflashError:
         return False
-    return True
+    same = all(there["arrays"][name]["crc32c"] == about["crc32c"] for name, about in source["arrays"].items())
+    return same and there["gen"] == entry["gen"]
 
 
 def _check_space(store: Store, out: Path, todo: list[Shard]) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash.errors import DflashError
-from dflash.files import fsync_path
-from dflash.store.index import append_line, index_files, seal
+from dflash.files import fsync_path, write_atomically
+from dflash.store.index import append_line, encode_line, index_files, seal
 from dflash.store.layout import Shard, crc32c, parse_shard_folder, shard_text
 from dflash.store.lock import live_workers
 from dflash.store.manifest import entry_of, read_manifest, specs_of
@@ -109,26 +109,24 @@ def tail(root: Path, parts: tuple[str, ...], size: int) -> bytes:
 
 
 def rebuild_index(store: "Store", worker: int = 0) -> list[str]:
-    """Move all index files away (kept as NAME.old) and write a line for every complete shard from its manifest.
+    """Write an index of one file, with a line for every complete shard from its manifest, and move the files that were
+    there away (kept as NAME.old).
 
-    Retired generations that are known still hold: their lines are written again first.
+    Retired generations that are known still hold, at every moment: the new file is there before an old one goes.
     """
-    retired, others = dict(store.index.retired), live_workers(store.root, but=worker)
-    if others:
+    if others := live_workers(store.root, but=worker):
         raise DflashError(f"Store {store.root} is being written to by worker {min(others)}; wait for it to end.")
-    (store.root / INDEX).mkdir(exist_ok=True)
-    for name in index_files(store.root):
-        os.replace(store.root / INDEX / name, store.root / INDEX / f"{name}.old")
+    folder, path = store.root / INDEX, index_path(store.root, worker)
+    folder.mkdir(exist_ok=True)
+    retired = [{"retire": list(shard), "gen": gen} for shard, gen in sorted(store.index.retired.items())]
+    made = [entry for shard in shards_on_disk(store) if (entry := adoptable(store, shard, worker)) is not None]
+    before = index_files(store.root)
+    if path.name in before:
+        write_atomically(folder / f"{path.name}.old", read_inside(store.root, (INDEX, path.name), limit=1 << 31))
+    write_atomically(path, b"".join(encode_line(line) for line in [*retired, *made]))
+    for name in before:
+        if name != path.name:
+            os.replace(folder / name, folder / f"{name}.old")
+    fsync_path(folder)
     store.reload_index()
-    for (bucket, number), generation in sorted(retired.items()):
-        append_line(store.root, worker, {"retire": [bucket, number], "gen": generation})
-        store.index.retire((bucket, number), generation)
-    made = []
-    for shard in shards_on_disk(store):
-        entry = adoptable(store, shard, worker)
-        if entry is not None:
-            append_line(store.root, worker, entry)
-            store.index.add(entry)
-            made.append(shard_text(shard))
-    fsync_path(index_path(store.root, worker).parent)
-    return made
+    return [shard_text((entry["bucket"], entry["number"])) for entry in made]

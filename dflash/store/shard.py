@@ -25,7 +25,7 @@ from dflash.store.index import append_line, disk_full
 from dflash.store.layout import ArraySpec, Bucket, Shard, crc32c, shard_name, shard_text
 from dflash.store.manifest import entry_of, make_manifest
 from dflash.store.past_cache import PastCache
-from dflash.store.paths import SHARDS, TMP, has_symlink, shard_parts
+from dflash.store.paths import SHARDS, TMP, has_symlink, shard_path
 
 if TYPE_CHECKING:
     from dflash.store.store import Store
@@ -221,7 +221,7 @@ class ShardWriter:
             write_durably(self.folder / "zarr.json", document)
             fsync_path(self.folder)
             entry = entry_of(manifest, {"zarr.json": crc32c(document), **checksums}, self.folder, self.worker)
-            self._put_in_place(manifest["gen"])
+            put_in_place(self.folder, self.store.root, self.shard)
             append_line(self.store.root, self.worker, entry)
         self.store.index.add(entry)
         return entry
@@ -258,20 +258,6 @@ class ShardWriter:
         tokens, mask = self.store.documents[document]
         return tokens if name == "input_ids" else mask
 
-    def _put_in_place(self, generation: int) -> None:
-        """Rename onto the final name. A folder that is there already is of a retired generation, or was left without
-        an index line: ours is newer or equal, so it is moved away."""
-        parts = shard_parts(self.shard)
-        final = self.store.root.joinpath(*parts)
-        if not final.parent.exists():
-            final.parent.mkdir(exist_ok=True)
-            fsync_path(final.parent.parent)
-        if final.is_symlink() or final.exists():
-            move_away(self.store.root, self.shard)
-        os.rename(self.folder, final)
-        fsync_path(final.parent)
-        assert generation >= 0
-
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
         """Around all that touches the files: an error abandons the shard, once the last thread has left."""
@@ -296,13 +282,26 @@ class ShardWriter:
                     self._remove()
 
 
+def put_in_place(folder: Path, root: Path, shard: Shard) -> None:
+    """Rename a complete shard's folder onto its final name, durably. A folder that is there already is of a retired
+    generation, or was left without an index line: ours is newer or equal, so it is moved away."""
+    final = shard_path(root, shard)
+    if not final.parent.exists():
+        final.parent.mkdir(exist_ok=True)
+        fsync_path(final.parent.parent)
+    if final.is_symlink() or final.exists():
+        move_away(root, shard)
+    os.rename(folder, final)
+    fsync_path(final.parent)
+
+
 def move_away(root: Path, shard: Shard) -> None:
     """Move a shard's folder out of the way, into tmp/, and delete it there."""
     target = root / TMP / f"retired-{shard[0]}-{shard_name(shard[1])}-{os.getpid()}-{os.urandom(4).hex()}"
-    final = root.joinpath(*shard_parts(shard))
+    final = shard_path(root, shard)
     os.rename(final, target)
     fsync_path(final.parent)
     if target.is_symlink():
-        target.unlink()
+        target.unlink(missing_ok=True)
     else:
-        shutil.rmtree(target)
+        shutil.rmtree(target, ignore_errors=True)  # another worker that starts just now clears tmp/ too

@@ -5,7 +5,6 @@ target/, and the sha256 of those up to 1 MiB. Larger ones are hashed by `verify`
 """
 
 import contextlib
-import functools
 import hashlib
 import os
 import shutil
@@ -39,6 +38,7 @@ class Store:
         self.fingerprint = meta.fingerprint()
         self.buckets: tuple[Bucket, ...] = meta.buckets
         self._by_name = {bucket.name: bucket for bucket in meta.buckets}
+        self._specs: dict[int, dict[str, ArraySpec]] = {}
         self._cache = ShardCache()
         self._calib = ""
         self.documents_sound = True  # False in `verify`, when docs/ is damaged and no shard may be blamed for it
@@ -50,9 +50,8 @@ class Store:
         meta = read_meta(root)
         paths.check_layout(root, (bucket.name for bucket in meta.buckets))
         documents = Documents.open(root / paths.DOCS)
-        check_files(root, (paths.DOCS,), meta.fingerprints["docs"])
-        check_files(root, (paths.TARGET,), meta.fingerprints["target"])
-        check_files(root, (), {paths.PLAN: meta.fingerprints["plan_file"]})
+        for parts, about in meta.known_files():
+            check_file(root, parts, about)
         refuse_links(root)
         plan = Plan.load(root / paths.PLAN)
         plan.check(meta.buckets, documents)
@@ -77,9 +76,10 @@ class Store:
             )
         return self._by_name[name]
 
-    @functools.lru_cache  # noqa: B019  (a store lives as long as its process)
     def specs(self, ceiling: int) -> dict[str, ArraySpec]:
-        return self.meta.specs(ceiling)
+        if ceiling not in self._specs:
+            self._specs[ceiling] = self.meta.specs(ceiling)
+        return self._specs[ceiling]
 
     def array_names(self) -> tuple[str, ...]:
         """The arrays that have rows, in order (`lengths` is not among them)."""
@@ -137,22 +137,20 @@ class Store:
             OpenShard(self, shard).check_calib()
 
 
-def check_files(root: Path, folder: tuple[str, ...], files: dict[str, dict[str, Any]], whole: bool = False) -> None:
-    """The files have the sizes that store.json has for them, and (up to 1 MiB, or all with `whole`) the content."""
-    for name, about in files.items():
-        parts = (*folder, *name.split("/"))
-        where = f"{'/'.join(parts)} in store {root}"
-        advice = "restore that file from where the store came from, or make the store again"
-        if paths.has_symlink(root, parts):
-            raise DflashError(f"{where} is or lies behind a symlink; put the real file there.")
-        path = root.joinpath(*parts)
-        if not path.is_file():
-            raise DflashError(f"{where} is missing; {advice}.")
-        size = path.stat().st_size
-        if size != about["bytes"]:
-            raise DflashError(f"{where} has {size} bytes instead of {about['bytes']}; {advice}.")
-        if (whole or size <= HASHED_AT_OPEN) and sha256_file(path) != about["sha256"]:
-            raise DflashError(f"{where} is not the file that store.json knows (other sha256); {advice}.")
+def check_file(root: Path, parts: tuple[str, ...], about: dict[str, Any], whole: bool = False) -> None:
+    """A file has the size that store.json has for it, and (up to 1 MiB, or any with `whole`) the content."""
+    where = f"{'/'.join(parts)} in store {root}"
+    advice = "restore that file from where the store came from, or make the store again"
+    if paths.has_symlink(root, parts):
+        raise DflashError(f"{where} is or lies behind a symlink; put the real file there.")
+    path = root.joinpath(*parts)
+    if not path.is_file():
+        raise DflashError(f"{where} is missing; {advice}.")
+    size = path.stat().st_size
+    if size != about["bytes"]:
+        raise DflashError(f"{where} has {size} bytes instead of {about['bytes']}; {advice}.")
+    if (whole or size <= HASHED_AT_OPEN) and sha256_file(path) != about["sha256"]:
+        raise DflashError(f"{where} is not the file that store.json knows (other sha256); {advice}.")
 
 
 def refuse_links(root: Path) -> None:

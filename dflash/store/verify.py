@@ -21,7 +21,7 @@ from dflash.store.plan import Documents, Plan
 from dflash.store.recover import rebuild_index as make_index
 from dflash.store.recover import shards_on_disk
 from dflash.store.shard import move_away
-from dflash.store.store import Store, check_files
+from dflash.store.store import Store, check_file
 
 THREADS = 4
 
@@ -138,18 +138,15 @@ def _open(root: Path) -> tuple[Store | None, list[Problem]]:
 def _check_files(root: Path, meta: StoreMeta) -> list[Problem]:
     """docs/, target/ and plan.npz by their sha256; nothing lies beside them."""
     problems = []
-    marks = meta.fingerprints
-    files = [((paths.DOCS,), name, about) for name, about in marks["docs"].items()]
-    files += [((paths.TARGET,), name, about) for name, about in marks["target"].items()]
-    for folder, name, about in [*files, ((), paths.PLAN, marks["plan_file"])]:
+    for parts, about in meta.known_files():
         try:
-            check_files(root, folder, {name: about}, whole=True)
+            check_file(root, parts, about, whole=True)
         except DflashError as error:
-            problems.append(problem(None, "/".join((*folder, name)), None, str(error)))
+            problems.append(problem(None, "/".join(parts), None, str(error)))
     for top in (paths.DOCS, paths.TARGET):
         for path in sorted((root / top).rglob("*")):
             name = path.relative_to(root / top).as_posix()
-            if name not in marks[top] and not (path.is_dir() and not path.is_symlink()):
+            if name not in meta.fingerprints[top] and not (path.is_dir() and not path.is_symlink()):
                 problems.append(problem(None, f"{top}/{name}", None, "a file that store.json does not know"))
     return problems
 
