@@ -8,6 +8,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -62,17 +63,17 @@ def arithmetic(name: str) -> float:
 
 
 def sweep(name: str) -> None:
-    for kernel, column in (("FORWARD", 0), ("QUERIES", 1), ("KEYS", 1)):
-        kept, found = getattr(block_attention, kernel), []
+    for kernel, column in (("forward", 0), ("rows", 1), ("keys", 1)):
+        kept, found = block_attention.ROOMY, []
         for tile in TILES:
-            setattr(block_attention, kernel, tile)
+            block_attention.ROOMY = replace(kept, **{kernel: tile})
             try:
                 found.append((timed(block_attention.attend_ranges, name)[column], tile))
             except Exception as error:  # a tile may need more shared memory than there is
                 print(f"  {kernel} {tile}: {type(error).__name__}", flush=True)
-        setattr(block_attention, kernel, kept)
+        block_attention.ROOMY = kept
         for ms, tile in sorted(found, key=lambda each: -each[0]):
-            print(f"  {kernel} {ms:.3f} ms {tile}{'  (now)' if tile == kept else ''}", flush=True)
+            print(f"  {kernel} {ms:.3f} ms {tile}{'  (now)' if tile == getattr(kept, kernel) else ''}", flush=True)
 
 
 def main() -> None:

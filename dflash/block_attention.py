@@ -5,9 +5,9 @@ neighbouring anchors and all query heads of one key head as its rows: 2 blocks o
 walk one range of keys together. Only the ends of the range need a mask, nothing is made of queries × keys, and one
 compilation serves every bucket. Keys and values of context and blocks stay where their projections wrote them.
 
-The backward has two kernels. Rows walk their keys again for the gradient of queries and of the block's own keys, which
-no other block sees; then keys walk the rows that see them, a contiguous range of anchors since anchors ascend. Sums
-have a fixed order, without atomics: the same bits every time.
+The backward has three kernels. Blocks sum what goes to their own keys, which no other block sees; rows walk their keys
+again for the gradient of queries; keys walk the rows that see them, a contiguous range of anchors since anchors
+ascend. Sums have a fixed order, without atomics: the same bits every time.
 
 Softmax in fp32; probabilities and their gradients are rounded to the inputs' dtype before a product, as in every
 attention kernel (FlashAttention 2, arXiv 2307.08691, section 3).
@@ -24,9 +24,12 @@ from torch import Tensor
 
 from dflash.attention import NOWHERE
 from dflash.drafter import Attend
-from dflash.kernels.attention import forward_kernel, keys_kernel, rows_kernel
+from dflash.kernels.attention import forward_kernel, keys_kernel, own_kernel, rows_kernel
 
 LOG2E = 1.4426950408889634
+
+
+STEP = 32  # context tokens for which `seen_by` is made; a kernel's tile of keys is a multiple
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,37 @@ class Tile:
     stages: int
 
 
-FORWARD = Tile(rows=128, keys=64, warps=8, stages=3)
-QUERIES = Tile(rows=128, keys=64, warps=8, stages=2)
-KEYS = Tile(rows=64, keys=64, warps=4, stages=2)
+@dataclass(frozen=True)
+class Tiles:
+    """Of the kernels that walk a context."""
+
+    forward: Tile
+    rows: Tile
+    keys: Tile
+
+
+OWN = Tile(64, 0, 4, 1)  # of the one that does not
+
+
+#: Chosen so that nothing spills (tests/test_block_attention.py compiles them for a Hopper and for a consumer card).
+ROOMY = Tiles(forward=Tile(128, 64, 8, 3), rows=Tile(128, 64, 8, 2), keys=Tile(64, 64, 8, 2))
+TIGHT = Tiles(forward=Tile(64, 32, 4, 2), rows=Tile(64, 32, 4, 2), keys=Tile(64, 32, 4, 2))
+WIDE = Tiles(forward=Tile(32, 32, 4, 2), rows=Tile(32, 32, 4, 1), keys=Tile(32, 32, 4, 1))
+ROOM = 160_000  # bytes of shared memory a program, which ROOMY needs; data centres' cards have them
+
+
+def tiles(dim: int, shared: int) -> Tiles:
+    """For heads of `dim` on a card whose programs may have `shared` bytes of shared memory."""
+    if dim > 128:
+        return WIDE
+    return ROOMY if shared >= ROOM else TIGHT
+
+
+def tiles_for(q_NQD: Tensor) -> Tiles:
+    if not q_NQD.is_cuda:
+        return TIGHT
+    card = torch.cuda.get_device_properties(q_NQD.device)
+    return tiles(q_NQD.shape[2], getattr(card, "shared_memory_per_block_optin", card.shared_memory_per_block))
 
 
 def power(value: int) -> int:
@@ -50,25 +81,27 @@ def power(value: int) -> int:
 
 
 def constants(tile: Tile, block: int, share: int, dim: int, window: int, dtype: torch.dtype) -> dict[str, Any]:
-    """What a kernel is compiled for: whole blocks, as many as fit into its rows."""
-    count = 1 << max(0, (tile.rows // (block * share)).bit_length() - 1)
+    """What a kernel is compiled for: several blocks if they fit into its rows, else some heads of one at a time."""
+    heads = max(each for each in range(1, share + 1) if share % each == 0 and (each == 1 or block * each <= tile.rows))
+    count = 1 << max(0, (tile.rows // (block * heads)).bit_length() - 1) if heads == share else 1
     return {
-        "BLOCK": block, "SHARE": share, "COUNT": count, "ROWS": power(count * block * share), "KEYS": tile.keys,
-        "DIM": dim, "WIDTH": power(dim), "SLIDES": window > 0, "NOWHERE": NOWHERE,
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32", "num_warps": tile.warps, "num_stages": tile.stages,
+        "BLOCK": block, "SHARE": share, "HEADS": heads, "PARTS": share // heads, "COUNT": count,
+        "ROWS": power(count * block * heads), "KEYS": tile.keys, "DIM": dim, "WIDTH": power(dim), "SLIDES": window > 0,
+        "NOWHERE": NOWHERE, "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
 
 
 def seen_by(low_A: Tensor, high_A: Tensor, context: int, window: int | None) -> tuple[Tensor, Tensor]:
-    """For each tile of KEYS.keys context tokens the range of anchors [begin, end) outside of which none sees it.
+    """For each STEP of context tokens the range of anchors [begin, end) outside of which none sees them; both ascend.
 
     `low_A` and `high_A` ascend, dummies at NOWHERE.
     """
-    start_T = torch.arange(0, context, KEYS.keys, device=low_A.device)[:, None]
+    start_T = torch.arange(0, context, STEP, device=low_A.device)[:, None]
     begin = (high_A <= start_T).sum(1, dtype=torch.int32)
-    near = low_A < start_T + KEYS.keys
+    near = low_A < start_T + STEP
     if window is not None:
-        near = near & (high_A < start_T + KEYS.keys - 1 + window)
+        near = near & (high_A < start_T + STEP - 1 + window)
     return begin, (near & (high_A < NOWHERE)).sum(1, dtype=torch.int32)
 
 
@@ -89,8 +122,8 @@ def block_attention(
     anchors, share = tokens // block, heads // groups
     out = torch.empty((tokens, heads, dim), dtype=q_NQD.dtype, device=q_NQD.device)
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q_NQD.device)
-    compiled = constants(FORWARD, block, share, dim, window, q_NQD.dtype)
-    forward_kernel[(triton.cdiv(anchors, compiled["COUNT"]), groups)](
+    compiled = constants(tiles_for(q_NQD).forward, block, share, dim, window, q_NQD.dtype)
+    forward_kernel[(triton.cdiv(anchors, compiled["COUNT"]), groups, compiled["PARTS"])](
         q_NQD, k_SGD, v_SGD, block_k, block_v, low_A, high_A, out, lse,
         anchors, heads, *strides(q_NQD, k_SGD, v_SGD, block_k, block_v), dim**-0.5 * LOG2E, window,
         OWN=power(compiled["COUNT"] * block), **compiled,
@@ -126,17 +159,23 @@ def block_attention_backward(
         torch.empty(each.shape, dtype=each.dtype, device=each.device)
         for each in (q_NQD, k_SGD, v_SGD, block_k, block_v)
     )
-    scales = dim**-0.5 * LOG2E, dim**-0.5
-    compiled = constants(QUERIES, block, share, dim, window, q_NQD.dtype)
-    rows_kernel[(triton.cdiv(anchors, compiled["COUNT"]), groups)](
-        q_NQD, k_SGD, v_SGD, block_k, block_v, low_A, high_A, out, lse, d_out, delta, dq, d_own_k, d_own_v,
+    scales, chosen = (dim**-0.5 * LOG2E, dim**-0.5), tiles_for(q_NQD)
+    compiled = constants(OWN, block, share, dim, window, q_NQD.dtype)
+    own_kernel[(triton.cdiv(anchors, compiled["COUNT"]), groups)](
+        q_NQD, block_k, block_v, out, lse, d_out, delta, d_own_k, d_own_v,
+        anchors, heads, *strides(q_NQD, block_k, block_v), *scales,
+        OWN=power(compiled["COUNT"] * block), **compiled,
+    )  # fmt: skip
+    compiled = constants(chosen.rows, block, share, dim, window, q_NQD.dtype)
+    rows_kernel[(triton.cdiv(anchors, compiled["COUNT"]), groups, compiled["PARTS"])](
+        q_NQD, k_SGD, v_SGD, block_k, block_v, low_A, high_A, lse, d_out, delta, dq,
         anchors, heads, *strides(q_NQD, k_SGD, v_SGD, block_k, block_v), *scales, window,
         OWN=power(compiled["COUNT"] * block), **compiled,
     )  # fmt: skip
-    compiled = constants(KEYS, block, share, dim, window, q_NQD.dtype)
-    keys_kernel[(triton.cdiv(context, KEYS.keys), groups)](
+    compiled = constants(chosen.keys, block, share, dim, window, q_NQD.dtype)
+    keys_kernel[(triton.cdiv(context, chosen.keys.keys), groups)](
         q_NQD, k_SGD, v_SGD, low_A, high_A, begin_T, end_T, lse, d_out, delta, dk, dv,
-        anchors, context, heads, *strides(q_NQD, k_SGD, v_SGD), *scales, window, **compiled,
+        anchors, context, heads, *strides(q_NQD, k_SGD, v_SGD), *scales, window, STEP=STEP, **compiled,
     )  # fmt: skip
     return dq, dk, dv, d_own_k, d_own_v
 

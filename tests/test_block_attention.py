@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dflash.attention import NOWHERE, attend_rows, row_spans
-from dflash.block_attention import KEYS, attend_ranges, block_attention, seen_by
+from dflash.block_attention import STEP, attend_ranges, block_attention, seen_by
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/test_gpu.py runs the compiled kernels")
 
@@ -40,6 +40,8 @@ def states(tokens: int, context: int, heads: int, groups: int, dim: int) -> Iter
         (4, 40, 16, 12, 9, 3, 64, None),  # the heads of a 135M target
         (2, 90, 32, 7, 4, 1, 16, 40),
         (2, 90, 4, 33, 4, 4, 16, 8),
+        (2, 90, 16, 9, 16, 2, 16, None),  # more heads to a key head than fit into a program's rows
+        (2, 90, 32, 5, 6, 1, 16, 50),
     ],
 )
 def test_the_kernels_equal_attention_row_by_row(
@@ -82,7 +84,7 @@ def test_no_anchor_outside_of_its_range_sees_a_tile(window: int | None) -> None:
     begin, end = seen_by(low, high, 600, window)
     slots = torch.arange(8)
     for tile, (first, last) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
-        keys = torch.arange(tile * KEYS.keys, min(600, (tile + 1) * KEYS.keys))
+        keys = torch.arange(tile * STEP, min(600, (tile + 1) * STEP))
         seen = (keys >= low[:, None]) & (keys < high[:, None])
         if window is not None:
             seen = seen & (keys[None, None] > high[:, None, None] + slots[:, None] - window).any(1)

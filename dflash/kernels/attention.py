@@ -1,10 +1,11 @@
 """The kernels of block attention (dflash/block_attention.py says what they compute and why so).
 
-Rows of a program are COUNT neighbouring blocks of BLOCK tokens × the SHARE query heads of one key head; there are ROWS
-of them with padding. Numbers of a head lie together, heads of a token behind each other; tokens have strides. Softmax
-works in base 2: `scale` is D^-0.5 · log2 e, `natural` D^-0.5.
+Rows of a program are COUNT neighbouring blocks of BLOCK tokens × HEADS query heads, and with padding ROWS. The SHARE
+query heads of a key head are PARTS times HEADS; where there are several parts, COUNT is 1. Numbers of a head lie
+together, heads of a token behind each other; tokens have strides. `scale` is D^-0.5 · log2 e, since softmax works in
+base 2, and `natural` D^-0.5.
 
-Axes: R rows, T keys of a tile, D head dimension.
+Axes: R rows, T keys of a tile, O tokens of the rows' own blocks, D head dimension.
 """
 
 import triton
@@ -76,14 +77,14 @@ def _tile(pointer, token, stride, wanted, dims, DIM: tl.constexpr):
 def forward_kernel(
     q, k, v, own_k, own_v, low, high, out, lse,
     anchors, heads, q_stride, k_stride, v_stride, own_k_stride, own_v_stride, scale, window,
-    BLOCK: tl.constexpr, SHARE: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    OWN: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SLIDES: tl.constexpr, NOWHERE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, SHARE: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, COUNT: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, OWN: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    SLIDES: tl.constexpr, NOWHERE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    first, group = tl.program_id(0) * COUNT, tl.program_id(1)
+    first, group, part = tl.program_id(0) * COUNT, tl.program_id(1), tl.program_id(2)
     row, dims = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    token, head = first * BLOCK + row // SHARE, group * SHARE + row % SHARE
-    real = (row < COUNT * BLOCK * SHARE) & (token < anchors * BLOCK)
+    token, head = first * BLOCK + row // HEADS, group * SHARE + part * HEADS + row % HEADS
+    real = (row < COUNT * BLOCK * HEADS) & (token < anchors * BLOCK)
     inside = real[:, None] & (dims < DIM)[None, :]
     q_RD = tl.load(q + token.to(tl.int64)[:, None] * q_stride + (head * DIM)[:, None] + dims, mask=inside, other=0.0)
     row_low = tl.load(low + token // BLOCK, mask=real, other=0).to(tl.int32)
@@ -92,12 +93,12 @@ def forward_kernel(
     # its own block first: every row sees something of it, so no row is ever without a finite score
     own = first * BLOCK + tl.arange(0, OWN)
     there = (tl.arange(0, OWN) < COUNT * BLOCK) & (own < anchors * BLOCK)
-    k_TD = _tile(own_k + group * DIM, own, own_k_stride, there, dims, DIM)
-    v_TD = _tile(own_v + group * DIM, own, own_v_stride, there, dims, DIM)
-    seen = _own(token, real, own, BLOCK, SLIDES) & (tl.arange(0, OWN) < COUNT * BLOCK)[None, :]
-    scores = tl.where(seen, _scores(q_RD, k_TD, PRECISION), float("-inf"))
+    k_OD = _tile(own_k + group * DIM, own, own_k_stride, there, dims, DIM)
+    v_OD = _tile(own_v + group * DIM, own, own_v_stride, there, dims, DIM)
+    seen_RO = _own(token, real, own, BLOCK, SLIDES) & (tl.arange(0, OWN) < COUNT * BLOCK)[None, :]
+    scores_RO = tl.where(seen_RO, _scores(q_RD, k_OD, PRECISION), float("-inf"))
     total, peak = tl.zeros((ROWS, WIDTH), tl.float32), tl.full((ROWS,), float("-inf"), tl.float32)
-    total, peak, sum_ = _fold(total, peak, tl.zeros((ROWS,), tl.float32), scores, v_TD, scale, PRECISION)
+    total, peak, sum_ = _fold(total, peak, tl.zeros((ROWS,), tl.float32), scores_RO, v_OD, scale, PRECISION)
 
     begin, whole, end = _walk(low, high, first, anchors, window, COUNT, NOWHERE, SLIDES, KEYS)
     for start in range(begin, whole, KEYS):
@@ -120,42 +121,73 @@ def forward_kernel(
 
 
 @triton.jit
-def rows_kernel(
-    q, k, v, own_k, own_v, low, high, out, lse, d_out, delta, dq, d_own_k, d_own_v,
-    anchors, heads, q_stride, k_stride, v_stride, own_k_stride, own_v_stride, scale, natural, window,
-    BLOCK: tl.constexpr, SHARE: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    OWN: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SLIDES: tl.constexpr, NOWHERE: tl.constexpr,
-    PRECISION: tl.constexpr,
+def own_kernel(
+    q, own_k, own_v, out, lse, d_out, delta, d_own_k, d_own_v,
+    anchors, heads, q_stride, own_k_stride, own_v_stride, scale, natural,
+    BLOCK: tl.constexpr, SHARE: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, COUNT: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, OWN: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    SLIDES: tl.constexpr, NOWHERE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     first, group = tl.program_id(0) * COUNT, tl.program_id(1)
     row, dims = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    token, head = first * BLOCK + row // SHARE, group * SHARE + row % SHARE
-    real = (row < COUNT * BLOCK * SHARE) & (token < anchors * BLOCK)
+    token = first * BLOCK + row // HEADS
+    real = (row < COUNT * BLOCK * HEADS) & (token < anchors * BLOCK)
     inside = real[:, None] & (dims < DIM)[None, :]
-    q_RD = tl.load(q + token.to(tl.int64)[:, None] * q_stride + (head * DIM)[:, None] + dims, mask=inside, other=0.0)
+    own = first * BLOCK + tl.arange(0, OWN)
+    there = (tl.arange(0, OWN) < COUNT * BLOCK) & (own < anchors * BLOCK)
+    k_OD = _tile(own_k + group * DIM, own, own_k_stride, there, dims, DIM)
+    v_OD = _tile(own_v + group * DIM, own, own_v_stride, there, dims, DIM)
+    seen = _own(token, real, own, BLOCK, SLIDES) & there[None, :] & real[:, None]
+    dk_OD, dv_OD = tl.zeros((OWN, WIDTH), tl.float32), tl.zeros((OWN, WIDTH), tl.float32)
+    for part in range(PARTS):
+        head = group * SHARE + part * HEADS + row % HEADS
+        place = token.to(tl.int64) * heads + head
+        q_place = token.to(tl.int64)[:, None] * q_stride + (head * DIM)[:, None] + dims
+        q_RD = tl.load(q + q_place, mask=inside, other=0.0)
+        d_RD = tl.load(d_out + place[:, None] * DIM + dims, mask=inside, other=0.0)
+        out_RD = tl.load(out + place[:, None] * DIM + dims, mask=inside, other=0.0)
+        along = tl.sum(d_RD.to(tl.float32) * out_RD.to(tl.float32), axis=1)
+        tl.store(delta + place, along, mask=real)
+        norm = tl.load(lse + place, mask=real, other=0.0)
+        p = tl.where(seen, tl.exp2(_scores(q_RD, k_OD, PRECISION) * scale - norm[:, None]), 0.0)
+        ds = (p * (_scores(d_RD, v_OD, PRECISION) - along[:, None])).to(k_OD.dtype)
+        dk_OD += tl.dot(tl.trans(ds), q_RD, input_precision=PRECISION)
+        dv_OD += tl.dot(tl.trans(p.to(d_RD.dtype)), d_RD, input_precision=PRECISION)
+    own_place = (own.to(tl.int64) * (heads // SHARE) + group)[:, None] * DIM + dims
+    own_inside = there[:, None] & (dims < DIM)[None, :]
+    tl.store(d_own_k + own_place, (dk_OD * natural).to(d_own_k.dtype.element_ty), mask=own_inside)
+    tl.store(d_own_v + own_place, dv_OD.to(d_own_v.dtype.element_ty), mask=own_inside)
+
+
+@triton.jit
+def rows_kernel(
+    q, k, v, own_k, own_v, low, high, lse, d_out, delta, dq,
+    anchors, heads, q_stride, k_stride, v_stride, own_k_stride, own_v_stride, scale, natural, window,
+    BLOCK: tl.constexpr, SHARE: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, COUNT: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, OWN: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    SLIDES: tl.constexpr, NOWHERE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    first, group, part = tl.program_id(0) * COUNT, tl.program_id(1), tl.program_id(2)
+    row, dims = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    token, head = first * BLOCK + row // HEADS, group * SHARE + part * HEADS + row % HEADS
+    real = (row < COUNT * BLOCK * HEADS) & (token < anchors * BLOCK)
+    inside = real[:, None] & (dims < DIM)[None, :]
     place = token.to(tl.int64) * heads + head
+    q_RD = tl.load(q + token.to(tl.int64)[:, None] * q_stride + (head * DIM)[:, None] + dims, mask=inside, other=0.0)
     d_RD = tl.load(d_out + place[:, None] * DIM + dims, mask=inside, other=0.0)
-    out_RD = tl.load(out + place[:, None] * DIM + dims, mask=inside, other=0.0)
-    along = tl.sum(d_RD.to(tl.float32) * out_RD.to(tl.float32), axis=1)
-    tl.store(delta + place, along, mask=real)
     norm = tl.load(lse + place, mask=real, other=0.0)
+    along = tl.load(delta + place, mask=real, other=0.0)
     row_low = tl.load(low + token // BLOCK, mask=real, other=0).to(tl.int32)
     row_high = tl.load(high + token // BLOCK, mask=real, other=0).to(tl.int32)
 
     own = first * BLOCK + tl.arange(0, OWN)
     there = (tl.arange(0, OWN) < COUNT * BLOCK) & (own < anchors * BLOCK)
-    k_TD = _tile(own_k + group * DIM, own, own_k_stride, there, dims, DIM)
-    v_TD = _tile(own_v + group * DIM, own, own_v_stride, there, dims, DIM)
-    seen = _own(token, real, own, BLOCK, SLIDES) & there[None, :] & real[:, None]
-    p = tl.where(seen, tl.exp2(_scores(q_RD, k_TD, PRECISION) * scale - norm[:, None]), 0.0)
-    ds = (p * (_scores(d_RD, v_TD, PRECISION) - along[:, None])).to(k_TD.dtype)
-    total = tl.dot(ds, k_TD, input_precision=PRECISION)
-    own_place = (own.to(tl.int64) * (heads // SHARE) + group)[:, None] * DIM + dims
-    own_inside = there[:, None] & (dims < DIM)[None, :]
-    d_TD = tl.dot(tl.trans(ds), q_RD, input_precision=PRECISION) * natural
-    tl.store(d_own_k + own_place, d_TD.to(d_own_k.dtype.element_ty), mask=own_inside)
-    d_TD = tl.dot(tl.trans(p.to(d_RD.dtype)), d_RD, input_precision=PRECISION)
-    tl.store(d_own_v + own_place, d_TD.to(d_own_v.dtype.element_ty), mask=own_inside)
+    k_OD = _tile(own_k + group * DIM, own, own_k_stride, there, dims, DIM)
+    v_OD = _tile(own_v + group * DIM, own, own_v_stride, there, dims, DIM)
+    seen_RO = _own(token, real, own, BLOCK, SLIDES) & there[None, :] & real[:, None]
+    p_RO = tl.where(seen_RO, tl.exp2(_scores(q_RD, k_OD, PRECISION) * scale - norm[:, None]), 0.0)
+    ds_RO = (p_RO * (_scores(d_RD, v_OD, PRECISION) - along[:, None])).to(k_OD.dtype)
+    total = tl.dot(ds_RO, k_OD, input_precision=PRECISION)
 
     begin, whole, end = _walk(low, high, first, anchors, window, COUNT, NOWHERE, SLIDES, KEYS)
     for start in range(begin, whole, KEYS):
@@ -181,8 +213,9 @@ def rows_kernel(
 def keys_kernel(
     q, k, v, low, high, begins, ends, lse, d_out, delta, dk, dv,
     anchors, context, heads, q_stride, k_stride, v_stride, scale, natural, window,
-    BLOCK: tl.constexpr, SHARE: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, SLIDES: tl.constexpr, NOWHERE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, SHARE: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, COUNT: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, STEP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    SLIDES: tl.constexpr, NOWHERE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile, group = tl.program_id(0), tl.program_id(1)
     dims, row = tl.arange(0, WIDTH), tl.arange(0, ROWS)
@@ -191,10 +224,13 @@ def keys_kernel(
     k_TD = _tile(k + group * DIM, keys, k_stride, there, dims, DIM)
     v_TD = _tile(v + group * DIM, keys, v_stride, there, dims, DIM)
     dk_TD, dv_TD = tl.zeros((KEYS, WIDTH), tl.float32), tl.zeros((KEYS, WIDTH), tl.float32)
-    begin, end = tl.load(begins + tile).to(tl.int32), tl.load(ends + tile).to(tl.int32)
-    for first in range(begin, end, COUNT):
-        token, head = first * BLOCK + row // SHARE, group * SHARE + row % SHARE
-        real = (row < COUNT * BLOCK * SHARE) & (token < anchors * BLOCK)
+    steps = tl.cdiv(context, STEP)
+    begin = tl.load(begins + tile * (KEYS // STEP)).to(tl.int32)
+    end = tl.load(ends + tl.minimum((tile + 1) * (KEYS // STEP), steps) - 1).to(tl.int32)
+    for turn in range(begin // COUNT * PARTS, tl.cdiv(end, COUNT) * PARTS):
+        first, part = turn // PARTS * COUNT, turn % PARTS
+        token, head = first * BLOCK + row // HEADS, group * SHARE + part * HEADS + row % HEADS
+        real = (row < COUNT * BLOCK * HEADS) & (token < anchors * BLOCK)
         inside = real[:, None] & (dims < DIM)[None, :]
         place = token.to(tl.int64) * heads + head
         q_RD = tl.load(
