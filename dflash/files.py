@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,14 +21,31 @@ def fsync_path(path: Path) -> None:
 
 
 @contextmanager
+def errors_at(path: Path) -> Iterator[None]:
+    """What the disk refuses meanwhile is an OSError that names `path`, also where a library in Rust (safetensors) makes
+    an error of its own of it."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+    except Exception as error:
+        if (found := re.search(r"\(os error (\d+)\)", str(error))) is None:
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
+@contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Give a sibling name to write to; on success it is fsynced and renamed onto `path`, on failure removed."""
     sibling = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        yield sibling
-        fsync_path(sibling)
-        os.replace(sibling, path)
-        fsync_path(path.parent)
+        with errors_at(path):
+            yield sibling
+            fsync_path(sibling)
+            os.replace(sibling, path)
+            fsync_path(path.parent)
     finally:
         sibling.unlink(missing_ok=True)
 

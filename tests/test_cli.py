@@ -125,6 +125,13 @@ def raising(error: BaseException) -> Callable[..., dict[str, Any]]:
         (KeyboardInterrupt(), 130, "Stopped by SIGINT; run"),
         (OSError(28, "No space left on device", "/nvme/x"), 28, "/nvme/x"),
         (PermissionError(13, "Permission denied", "/nvme/x"), 1, "/nvme/x cannot be used: Permission denied"),
+        (FileExistsError(17, "File exists", "runs/r"), 1, "runs/r cannot be used: File exists; name another place"),
+        (NotADirectoryError(20, "Not a directory", "f/r"), 1, "f/r cannot be used: Not a directory; name another"),
+        (
+            OSError(5, "Input/output error", "/nvme/x"),
+            1,
+            "/nvme/x cannot be used: Input/output error; look at the disk",
+        ),
     ],
 )
 @pytest.mark.parametrize("as_json", [False, True])

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from helpers_store import make_store
 
 from dflash.cli import cli
 from dflash.store import Store
@@ -101,6 +102,28 @@ def read_only(disk: Path) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+
+
+def test_a_disk_that_fills_at_a_checkpoint_leaves_a_run_that_the_same_command_completes(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    make_store(tmp_path / "store", documents=12, held_out=3)
+    run = small_disk / "run"
+    words = ["train", "--store", tmp_path / "store", "--run", run, "--num-layers", "1", "--block-size", "4"]
+    words += ["--steps", "9", "--mask-token", "7", "--token-budget", "192", "--eval-every", "1"]
+    result = dflash(*words, "--keep", "99")
+    assert result.exit_code == 28, result.stderr
+    assert f"No space left on the disk at {run}" in one_sentence(result)
+    assert not list((run / "checkpoints").glob(".*"))  # what was half written takes no room
+    result = dflash("export", run, "--out", small_disk / "drafter", "--dtype", "float32", "--layout", "speculators")
+    assert result.exit_code == 28, result.stderr
+    assert [path.name for path in small_disk.iterdir()] == ["run"]
+    kept = sorted((run / "checkpoints").iterdir())
+    assert len(kept) > 1
+    for folder in kept[:-1]:
+        shutil.rmtree(folder)
+    assert dflash(*words, "--keep", "1").exit_code == 0
+    assert (run / "checkpoints" / "step-000009").is_dir()
 
 
 def test_a_read_only_store_is_read_and_not_written(tiny_target: Path, data: Path, small_disk: Path) -> None:

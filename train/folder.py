@@ -23,7 +23,7 @@ from torch import Tensor
 
 import dflash
 from dflash.errors import DflashError
-from dflash.files import fsync_path, write_atomically
+from dflash.files import errors_at, fsync_path, write_atomically
 
 STATE_FORMAT = 1
 
@@ -98,15 +98,19 @@ def save_checkpoint(run: Path, step: int, files: dict[str, dict[str, Tensor]], s
         return final
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    for name, tensors in files.items():
-        host = {key: tensor.detach().to("cpu").contiguous().clone() for key, tensor in tensors.items()}
-        save_file(host, temporary / f"{name}.safetensors")
-    (temporary / "state.json").write_text(content)
-    for file in temporary.iterdir():
-        fsync_path(file)
-    fsync_path(temporary)
-    os.rename(temporary, final)
-    fsync_path(parent)
+    try:
+        with errors_at(final):
+            for name, tensors in files.items():
+                host = {key: tensor.detach().to("cpu").contiguous().clone() for key, tensor in tensors.items()}
+                save_file(host, temporary / f"{name}.safetensors")
+            (temporary / "state.json").write_text(content)
+            for file in temporary.iterdir():
+                fsync_path(file)
+            fsync_path(temporary)
+            os.rename(temporary, final)
+            fsync_path(parent)
+    finally:  # on a full disk, what was written of it must not stay
+        shutil.rmtree(temporary, ignore_errors=True)
     return final
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dflash.errors import DflashError
-from dflash.files import write_atomically
+from dflash.files import errors_at, write_atomically
 
 WANDB_ID = "wandb.id"  # in the run folder; its name alone would join two runs of the same name
 
@@ -38,13 +38,15 @@ class Metrics:
         self.file = self.path.open("a")
 
     def write(self, line: dict[str, Any]) -> None:
-        self.file.write(json.dumps(line) + "\n")
+        with errors_at(self.path):
+            self.file.write(json.dumps(line) + "\n")
         for sink in self.sinks:
             sink.add(line["step"], dict(figures(line)))
 
     def sync(self) -> None:
-        self.file.flush()
-        os.fsync(self.file.fileno())
+        with errors_at(self.path):
+            self.file.flush()
+            os.fsync(self.file.fileno())
 
     def close(self) -> None:
         self.file.close()

@@ -22,6 +22,14 @@ from dflash.config import REQUIRED, Setting, convert, read_toml, settings, toml_
 from dflash.errors import DflashError, DiskFullError
 
 Result = dict[str, Any]
+ADVICE = {  # for what a file system refuses
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "change its permissions"),
+    **dict.fromkeys(
+        (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP),
+        "name another place or move it away",
+    ),
+    **dict.fromkeys((errno.EIO, errno.ESTALE), "look at the disk (dmesg) and start the same command again"),
+}
 METAVARS = {int: "N", float: "X", str: "TEXT", dict: "JSON"}
 
 
@@ -210,8 +218,8 @@ def known_errors() -> Iterator[None]:
                 f"No space left on the disk{where}: free some and start the same command again.",
                 DiskFullError.exit_code,
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and error.filename:
-            raise Failure(f"{error.filename} cannot be used: {error.strerror}; change its permissions.", 1) from error
+        if error.filename and (advice := ADVICE.get(error.errno or 0)):
+            raise Failure(f"{error.filename} cannot be used: {error.strerror}; {advice}.", 1) from error
         raise
 
 
