@@ -155,8 +155,7 @@ def test_stopped_in_training_it_goes_on_there(tmp_path: Path, monkeypatch: pytes
 
     process = start(out, "same-prompts", *more)
     wait_for((out / "same-prompts/run/checkpoints/step-000000").exists, process)
-    for _ in range(2):  # `timeout` sends two
-        process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
     said = process.communicate()
     assert process.returncode == 75, said
     assert "stopped by SIGTERM; the same line goes on" in said[1]
@@ -170,6 +169,20 @@ def test_stopped_in_training_it_goes_on_there(tmp_path: Path, monkeypatch: pytes
     assert [line["step"] for line in steps if "loss" in line] == list(range(1, 31))
     assert "the last of its 2 processes" in (out / "same-prompts/summary/summary.md").read_text()
     assert not (out / "same-prompts/train.cut").exists()
+
+
+def test_a_command_is_told_to_stop_once(tmp_path: Path) -> None:
+    """`timeout` tells us twice, and a command that is told twice drops what it has in hand."""
+    told: list[str] = []
+    stages = Stages(tmp_path, tmp_path)
+    stages.running = [SimpleNamespace(terminate=lambda: told.append("stop"))]  # type: ignore[assignment]
+    with stages:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+    assert told == ["stop"]
+    assert stages.why == "stopped by SIGINT"
+    with pytest.raises(Stopped, match="SIGINT"):
+        stages.run("next", "extract")
 
 
 def test_a_command_that_fails_ends_it_with_what_it_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
