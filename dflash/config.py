@@ -126,10 +126,6 @@ def _kind(hint: Any, name: str) -> tuple[type, bool, bool]:
 
 def convert(one: Setting, value: Any, place: str) -> Any:
     """A value from TOML, JSON or a flag as the field's type; `place` starts the message when it cannot be."""
-    if value is None:
-        if one.optional:
-            return None
-        raise DflashError(f"{place} must not be empty; leave it out to use the default.")
     if not one.many:
         return _convert_one(one, value, place)
     if isinstance(value, str) and one.kind is not str:  # a flag: --layers 1,9,17
@@ -187,7 +183,7 @@ def check_keys(mapping: Mapping[str, Any], known: Iterable[str], place: str) -> 
     for key in mapping:
         if key not in names:
             hint = nearest(key, names)
-            advice = f"did you mean {hint}?" if hint else f"known ones are {', '.join(names)}."
+            advice = f"did you mean {hint}?" if hint else f"use one of {', '.join(names)}."
             raise DflashError(f"{place} has no setting {key!r}; {advice}")
 
 
@@ -205,7 +201,7 @@ def read_toml(path: str | Path, section: str, known: Mapping[str, Setting]) -> d
             raise DflashError(f"{path} has the key {name!r} outside a section; put it below a line [{section}].")
         if section_name not in SECTIONS:
             hint = nearest(section_name, SECTIONS)
-            advice = f"did you mean [{hint}]?" if hint else f"known ones are {', '.join(SECTIONS)}."
+            advice = f"did you mean [{hint}]?" if hint else f"use one of {', '.join(SECTIONS)}."
             raise DflashError(f"{path} has an unknown section [{name}]; {advice}")
         if section_name == section:
             mine = {key.replace("-", "_"): value for key, value in content.items()}

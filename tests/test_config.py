@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,7 +75,7 @@ def test_a_toml_section_is_read_with_hyphens_or_underscores_and_other_commands_s
     ("text", "words"),
     [
         ("[train]\nstroe = 'a'", ["f.toml [train]", "'stroe'", "did you mean store?"]),
-        ("[train]\nzzzzzz = 'a'", ["'zzzzzz'", "known ones are store, lr"]),
+        ("[train]\nzzzzzz = 'a'", ["'zzzzzz'", "use one of store, lr"]),
         ("[trian]\nstore = 'a'", ["[trian]", "did you mean [train]?"]),
         ("store = 'a'", ["'store'", "outside a section", "[train]"]),
         ("[train]\nlr = 'fast'", ["[train] lr must be a number", '"fast"']),
@@ -122,6 +123,7 @@ examples = st.builds(
 )
 
 
+@hypothesis.settings(deadline=None)
 @given(examples)
 def test_what_to_toml_writes_read_toml_reads_back(config: Example) -> None:
     section = tomllib.loads(to_toml("train", config))["train"]
@@ -129,11 +131,13 @@ def test_what_to_toml_writes_read_toml_reads_back(config: Example) -> None:
     assert Example(**{name: convert(known[name], value, name) for name, value in section.items()}) == config
 
 
+@hypothesis.settings(deadline=None)
 @given(examples)
 def test_as_dict_gives_what_json_holds_and_flags_take_back(config: Example) -> None:
     known = settings(Example)
     values = json.loads(json.dumps(as_dict(config)))
-    assert Example(**{name: convert(known[name], value, name) for name, value in values.items()}) == config
+    given = {name: value for name, value in values.items() if value is not None}  # no flag gives nothing
+    assert Example(**{name: convert(known[name], value, name) for name, value in given.items()}) == config
 
 
 def test_to_toml_explains_each_setting_and_comments_out_what_is_not_set() -> None:

@@ -117,7 +117,10 @@ class TrainConfig:
         if self.memory is not None:
             parse_size(self.memory)
         if not 0 <= self.warmup <= 1 or not 0 <= self.weight_decay < float("inf"):
-            raise DflashError("--warmup must lie between 0 and 1 and --weight-decay must not be negative.")
+            raise DflashError(
+                f"--warmup must lie between 0 and 1 and --weight-decay must not be negative, not {self.warmup} and "
+                f"{self.weight_decay}."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

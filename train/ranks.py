@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dflash.errors import DflashError
+from dflash.errors import DflashError, cause
 from dflash.threads import set_threads
 
 LONGEST_WAIT = timedelta(hours=2)  # of a reduction: the first rank validates and saves while the others wait there
@@ -34,9 +34,9 @@ class Ranks:
                 for tensor in tensors:
                     dist.all_reduce(tensor)
             except RuntimeError as error:  # what gloo and NCCL raise when a peer is gone
-                first = str(error).splitlines()[0]
                 raise DflashError(
-                    f"Rank {self.rank} lost another rank ({first}); the same command resumes from the last checkpoint."
+                    f"Rank {self.rank} lost another rank ({cause(error)}); the same command resumes from the last "
+                    "checkpoint."
                 ) from None
 
     def total(self, value: int) -> int:

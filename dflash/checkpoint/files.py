@@ -76,7 +76,8 @@ def read_drafter(folder: Path) -> tuple[DrafterConfig, dict[str, Tensor]]:
     config, _ = read_config(folder)
     if (folder / "mask_embedding.pt").exists():
         raise DflashError(
-            f"{folder}/mask_embedding.pt replaces the mask token's embedding, which this version does not run."
+            f"{folder}/mask_embedding.pt replaces the mask token's embedding, which this version does not run; give a "
+            "drafter without it."
         )
     expected = tensor_shapes(config)
     return config, _read_tensors(folder, expected, layout_of(read_document(folder)), config)

@@ -59,7 +59,9 @@ def config_from_json(document: dict[str, Any], path: Path) -> DrafterConfig:
         )
     for name in ("causal", "use_swa", "attention_sink_bias"):
         if inner.get(name):
-            raise DflashError(f"{path}: dflash_config.{name} is set, which this version does not run.")
+            raise DflashError(
+                f"{path}: dflash_config.{name} is set, which this version does not run; train one without it."
+            )
     return drafter_of(
         document,
         path,

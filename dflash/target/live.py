@@ -174,7 +174,7 @@ def _compare_logits(family: str, ours: torch.Tensor, theirs: torch.Tensor) -> No
     worst = (ours - theirs).abs().max() if ours.shape == theirs.shape else torch.tensor(torch.inf)
     if worst > 0.02 * theirs.abs().max() + 1e-6:
         raise DflashError(
-            f"`{family}` makes its logits in a way that dflash does not know (they differ by up to {worst.item():.3g}), "
+            f"`{family}` makes its logits in a way that dflash does not know (they differ by {worst.item():.3g}), "
             "so labels would be wrong: use another target."
         )
 
