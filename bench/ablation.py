@@ -3,10 +3,10 @@
     python bench/ablation.py --target HF_FOLDER --prompts train.jsonl --eval a.jsonl b.jsonl --out FOLDER [--seconds N]
 
 Every line is trained on answers of the target to the prompts, exported, and decoded on all evaluation prompts beside
-the base of the same seed, greedily and at temperature 1, so that differences are paired. First LINES
-with every seed, then MORE. The table (FOLDER/ablation/summary/summary.md) is written after every
-stage; after --seconds what is left is marked `not run`, and the same line goes on. Several lines may run at once
-(--jobs): a training of 500 steps is half start and compilation, which share a cache. Without a target: tiny-chat.
+the base of the same seed, greedily and at temperature 1, so that differences are paired. LINES come first, with every
+seed, then MORE. The table (FOLDER/ablation/summary/summary.md) is written after every stage; after --seconds what is
+left is marked `not run`, and the same line goes on. Several lines may run at once (--jobs): a training of 500 steps is
+half start and compilation, which share a cache. Without a target: three lines on tiny-chat.
 
 A line's store: `mixed` holds greedy answers and one sampled at 0.7 to each prompt, with the target's 16 likeliest
 tokens beside its choice; `greedy`, `drawn` (at temperature 1: what the target itself would seldom choose, as answers of
@@ -256,10 +256,16 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--prompts", type=Path, help="JSONL of prompts to train on")
     found.add_argument("--eval", type=Path, nargs="+", default=[], help="JSONL files of prompts")
     found.add_argument("--out", type=Path, help="where everything goes: some 45 GB")
-    found.add_argument("--lines", nargs="+", choices=[*LINES, *MORE], help="only these, and the base")
+    found.add_argument(
+        "--lines",
+        nargs="+",
+        choices=[*LINES, *MORE],
+        metavar="LINE",
+        help=f"only these, and the base: {', '.join([*LINES, *MORE])}",
+    )
     found.add_argument("--seeds", type=int, help="how many: 2")
     found.add_argument("--steps", type=int, help="of every training: 500")
-    found.add_argument("--jobs", type=int, default=1, help="lines at once")
+    found.add_argument("--jobs", type=int, default=1, help="commands at once: 1")
     found.add_argument(
         "--seconds", type=float, help="stop after so many; what is left is marked, the same line goes on"
     )
