@@ -55,6 +55,7 @@ MORE: dict[str, Line] = {
     "clip-1": ("clip at 1", "mixed", "--clip 1"),
     "gamma-7": ("gamma 7", "mixed", "--gamma 7"),
     "heads-9": ("the target's 9 and 3 heads, not 18 and 6", "mixed", "--num-heads 9 --num-kv-heads 3"),
+    "fp8": ("products in e4m3", "mixed", "--precision fp8"),
 }
 FLAGS = {
     "answers": "--max-new-tokens 192 --batch-size 1024",
