@@ -87,8 +87,8 @@ def test_flags_win_over_toml_even_when_they_equal_the_default(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--data a", "Missing option --store: Where it lies."),
-        ("--store s", "Missing option --data: Files."),
+        ("--data a", "Missing option --store; give it: Where it lies."),
+        ("--store s", "Missing option --data; give it: Files."),
         ("--store s --data", "--data"),
         ("--store s --data a --lr fast", '--lr must be a number, not "fast"'),
         ("--store s --data a --lr 0", "--lr must be above 0"),

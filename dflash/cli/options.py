@@ -170,7 +170,7 @@ class ConfigCommand(click.Command):
         if missing:
             one = missing[0]
             what = f"argument {one.metavar or one.name.upper()}" if one.positional else f"option {one.flag}"
-            raise DflashError(f"Missing {what}: {one.help}")
+            raise DflashError(f"Missing {what}; give it: {one.help}")
         return cls(**{name: value for name, value in values.items() if name in own})
 
 
