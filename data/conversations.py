@@ -44,7 +44,7 @@ class BadLineError(Exception):
         self.cause = cause
 
     def at(self, place: str) -> DflashError:
-        return DflashError(f"{place}: {self}; correct it, or give --skip-bad to count and skip such lines.")
+        return DflashError(f"{place}: {self}; correct it, or let extract count and skip such lines with --skip-bad.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,6 +66,7 @@ def _open_target(config: RegenerateConfig, prompts: Sequence[Prompt]) -> Local |
     """What rendering needs; the model itself is loaded when something is left to answer."""
     if config.target is None:
         return None
+    from dflash.decode import check_ids
     from dflash.target import TargetSpec, load_tokenizer, resolve_target, stop_token_ids
 
     folder = resolve_target(config.target)
@@ -73,6 +74,9 @@ def _open_target(config: RegenerateConfig, prompts: Sequence[Prompt]) -> Local |
     if any(prompt.input_ids is None for prompt in prompts):
         tokenizer = load_tokenizer(folder, config.chat_template, config.trust_remote_code)
     spec = TargetSpec.read(folder, trust_remote_code=config.trust_remote_code)
+    for prompt in prompts:
+        if prompt.input_ids is not None:
+            check_ids(prompt.input_ids, spec, f"{prompt.file}, line {prompt.line}")
     return Local(
         folder=folder, tokenizer=tokenizer, stop_ids=stop_token_ids(folder), context=spec.max_position_embeddings
     )

@@ -24,9 +24,11 @@ from torch import Tensor
 
 from dflash.caches import DraftCache, TappedTarget, TargetCache
 from dflash.drafter import Drafter, RopeTable, embed_blocks
+from dflash.errors import DflashError
 from dflash.graphs import Graphs, waits_for_the_host
 from dflash.response import Response, count_slots, kept_tokens
 from dflash.sampling import GREEDY, RIVALS, Sampling
+from dflash.target import TargetSpec
 
 END_STEP = 128  # on a GPU attention ends at a multiple of it: one graph for each
 PREFILL_TOKENS = 65_536  # most padded prompt tokens of one forward
@@ -240,6 +242,15 @@ class _Decoder:
             count_slots(response, good=len(tokens) - 1, kept=len(kept))
         if ended:
             self.prompt_of[row] = None
+
+
+def check_ids(ids: Sequence[int], spec: TargetSpec, place: str) -> None:
+    """Refuse a prompt of ready ids, some of which have no row in the target's embedding; a GPU would just die of it."""
+    if max(ids) >= spec.vocab_size:
+        raise DflashError(
+            f"{place}: the token id {max(ids)} is none of target {spec.name}, whose embedding has {spec.vocab_size} "
+            "rows; use prompts that its own tokenizer made."
+        )
 
 
 def rows_that_fit(target: TappedTarget, positions: int) -> int:

@@ -202,5 +202,5 @@ def complaint(message: str) -> str | None:
 def whole(message: str, kind: str) -> str:
     """What a user reads: a line of data that cannot be used is named around its error's own words."""
     if kind == BadLineError.__name__:
-        return f"d.jsonl, line 1: {message}; correct it, or give --skip-bad to count and skip such lines."
+        return f"d.jsonl, line 1: {message}; correct it, or let extract count and skip such lines with --skip-bad."
     return message

@@ -411,3 +411,8 @@ def test_a_server_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest
     settings = config(tmp_path, PROMPTS[:1], server="http://127.0.0.1:9", model="m")
     with pytest.raises(DflashError, match=r"127\.0\.0\.1:9/v1/chat/comp.* not answer after 6 attempts \(.*refused\)"):
         regenerate(settings)
+
+
+def test_ids_that_the_target_does_not_have_are_refused_with_their_line(tmp_path: Path) -> None:
+    with pytest.raises(DflashError, match=r"prompts\.jsonl, line 2: the token id 99999 is none of target"):
+        regenerate(config(tmp_path, [{"input_ids": [5]}, {"input_ids": [5, 99_999]}]))

@@ -217,8 +217,13 @@ def test_a_drafter_without_its_mask_token_is_refused(tmp_path: Path) -> None:
         run(tmp_path, [{"input_ids": [1, 2, 3]}], drafter=str(tmp_path / "drafter"))
 
 
+def test_ids_that_the_target_does_not_have_are_refused_with_their_line(tmp_path: Path) -> None:
+    with pytest.raises(DflashError, match=r"prompts\.jsonl, line 2: the token id 99999 is none of target .* rows"):
+        run(tmp_path, [{"input_ids": [5]}, {"input_ids": [5, 99_999]}])
+
+
 def test_a_prompt_longer_than_the_target_holds_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DflashError, match="holds 2048"):
+    with pytest.raises(DflashError, match=r"prompts\.jsonl, line 1: .* holds 2048"):
         run(tmp_path, [{"input_ids": [5] * 2048}])
 
 

@@ -71,7 +71,7 @@ def export(config: ExportConfig) -> dict[str, Any]:
         "acceptance_length": validation_of(checkpoint).get("acceptance_length"),
         "block_size": shape.block_size,
         "target": origin.target,
-        "checked_on": str(checkpoint.state["store"]) if rows else "random states (the run's store is gone)",
+        "checked_on": str(checkpoint.state["store"]) if rows else f"random states ({without_rows(store)})",
         **checked,
         **compared,
     }
@@ -167,6 +167,10 @@ def store_of(checkpoint: Checkpoint) -> Store | None:
     store = Store.open(checkpoint.state["store"])
     same = store.fingerprint == checkpoint.state["identity"]["store"]["fingerprint"]
     return store if same else None
+
+
+def without_rows(store: Store | None) -> str:
+    return "the run's store is gone" if store is None else "no row of the store holds states"
 
 
 def frozen_parts(config: ExportConfig, store: Store | None) -> Frozen | None:

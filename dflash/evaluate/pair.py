@@ -11,6 +11,7 @@ import torch
 
 from dflash.caches import TappedTarget
 from dflash.checkpoint import check_shape, differences, load_drafter, read_config
+from dflash.decode import check_ids
 from dflash.drafter import Drafter
 from dflash.errors import DflashError
 from dflash.evaluate.config import EvalConfig
@@ -69,6 +70,9 @@ def open_pair(config: EvalConfig, prompts: Sequence[Any], render_prompt: RenderP
     tokenizer = None
     if any(prompt.input_ids is None for prompt in prompts):
         tokenizer = load_tokenizer(folder, config.chat_template, config.trust_remote_code)
+    for prompt in prompts:
+        if prompt.input_ids is not None:
+            check_ids(prompt.input_ids, spec, f"{prompt.file}, line {prompt.line}")
     folders = [Path(each) for each in (config.drafter, config.compare) if each is not None]
     arguments = template_args_of(config, prompts)
     for each in folders:

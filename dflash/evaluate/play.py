@@ -68,14 +68,20 @@ def batches(
         yield from (asked[first : first + size] for first in range(0, len(asked), size))
 
 
-def answer(batch: list[tuple[int, list[int]]], pair: Pair, config: EvalConfig, clock: Clock) -> list[Turn]:
+def answer(
+    batch: list[tuple[int, list[int]]], asked: Sequence[Any], pair: Pair, config: EvalConfig, clock: Clock
+) -> list[Turn]:
     """All ways of decoding a batch, timed. Decoding reads tokens back, so the host's clock is the device's too."""
     target = pair.ours.target
     context = target.spec.max_position_embeddings
     prompts = [ids for _, ids in batch]
-    longest = max(map(len, prompts))
-    if longest >= context:
-        raise DflashError(f"A prompt has {longest} tokens, but target {config.target} holds {context}; shorten it.")
+    for number, ids in batch:
+        if len(ids) >= context:
+            place = f"{asked[number].file}, line {asked[number].line}"
+            raise DflashError(
+                f"{place}: with the answers before it the prompt has {len(ids)} tokens, but target {config.target} "
+                f"holds {context}; shorten it."
+            )
     limits = [min(config.max_new_tokens, context - len(ids)) for ids in prompts]
 
     def sampling() -> Sampling:

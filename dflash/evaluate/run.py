@@ -35,7 +35,7 @@ def evaluate(config: EvalConfig, read_prompts: ReadPrompts, render_prompt: Rende
     with catch_stop() as stop, progress("Evaluating", total, "answers") as advance:
         for batch in batches(prompts, pair, config, render_prompt, turns):
             stop.check("nothing of an evaluation is kept; run `dflash eval` again.")
-            turns += answer(batch, pair, config, clock)
+            turns += answer(batch, prompts, pair, config, clock)
             advance(len(batch))
     turns.sort(key=lambda turn: turn.prompt)  # stable: a prompt's turns stay in order
     result = summarise(turns, prompts, clock, pair, config)
