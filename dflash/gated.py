@@ -31,12 +31,10 @@ def gated_backward(gate_up: Tensor, d_product: Tensor) -> tuple[Tensor, Tensor]:
         grid = (rows, triton.cdiv(inner, COLUMNS))
         backward_kernel[grid](gate_up, d_product, product, d_gate_up, inner, COLUMNS=COLUMNS, num_warps=8)
         return product, d_gate_up
-    wide = torch.promote_types(gate_up.dtype, torch.float32)
-    gate, up = gate_up.to(wide).chunk(2, dim=-1)
-    d, share = d_product.to(wide), gate.sigmoid()
-    silu = gate * share
-    d_gate_up = torch.cat((d * up * (share + silu * (1 - share)), d * silu), dim=-1)
-    return (silu * up).to(gate_up.dtype), d_gate_up.to(gate_up.dtype)
+    gate, up = gate_up.chunk(2, dim=-1)
+    silu = F.silu(gate)
+    d_gate = torch.ops.aten.silu_backward(d_product * up, gate)
+    return silu * up, torch.cat((d_gate, d_product * silu), dim=-1)
 
 
 @gated_backward.register_fake
