@@ -196,14 +196,14 @@ def top_k(labels: str) -> int:
     return int(labels.removeprefix("topk:")) if labels.startswith("topk:") else 0
 
 
-def check_labels(labels: str) -> str:
+def check_labels(labels: str, where: str = "store.json") -> str:
     """`argmax`, `tokens`, `last-hidden` or `topk:K` with 1 <= K <= 1024."""
     if labels in ("argmax", "tokens", "last-hidden"):
         return labels
     if re.fullmatch(r"topk:[1-9][0-9]{0,3}", labels) and top_k(labels) <= 1024:
         return labels
     raise DflashError(
-        f"labels is {labels[:40]!r}; it must be argmax, tokens, last-hidden or topk:K with K from 1 to 1024."
+        f"{where}: labels is {labels[:40]!r}; it must be argmax, tokens, last-hidden or topk:K with K from 1 to 1024."
     )
 
 

@@ -197,7 +197,7 @@ def _from_json(value: Any, where: str) -> StoreMeta:
         raise DflashError(f"{where}: the field 'buckets' names a bucket twice; restore it from a copy.")
     if len(set(found["taps"])) != len(found["taps"]):
         raise DflashError(f"{where}: the field 'taps' names a layer twice; restore it from a copy.")
-    check_labels(found["labels"])
+    check_labels(found["labels"], where)
     _check_fingerprints(found["fingerprints"], where)
     meta = StoreMeta(**{**found, "taps": tuple(found["taps"]), "buckets": buckets})
     _check_sizes(meta, where)
