@@ -224,7 +224,7 @@ class Trainer:
         self.looked += time.perf_counter() - start
 
     def _validates_at(self, step: int) -> bool:
-        return step == self.plan.steps or step % self.every == 0
+        return step % self.every == 0 or step == self.plan.steps
 
     def _validate(self) -> None:
         """Held-out acceptance. Only rank 0 does it; the others wait at the next reduction."""
@@ -256,13 +256,13 @@ class Trainer:
             state.save(self.setup, self.place)
 
     def _leave_if_asked(self, stop: Stop) -> None:
-        """Keep what is done, then raise."""
+        """Keep what is done, then raise; all together, since torchrun kills the others when one has left."""
         if self._stopped(stop):
             self._save()
+            self.ranks.barrier()
             self.runner.close()
-            stop.check(
-                f"step {self.place.step} of {self.plan.steps} is kept in {self.folder}; the same command resumes."
-            )
+            kept = f"step {self.place.step} of {self.plan.steps} is kept in {self.folder}"
+            stop.check(f"{kept}; the same command resumes.")
 
     def _stopped(self, stop: Stop) -> bool:
         """Whether any rank was asked to stop: all leave after the same step."""
