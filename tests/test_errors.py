@@ -1,7 +1,7 @@
 """Every error that the program can raise: one sentence, a place, a remedy; over the whole suite, each is triggered.
 
 The messages are read from the syntax trees (tests/raised.py). What the tests of a session raised is remembered by
-conftest.py; when the session ran every test file, the last test here asks which error nobody has seen.
+conftest.py, which judges every message with its values, and fails a session of every test file that left one unseen.
 """
 
 from collections.abc import Callable

@@ -46,8 +46,13 @@ def expected(run: Path) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
-def test_tensorboard_reads_what_metrics_jsonl_has_also_of_a_resumed_run(tmp_path: Path) -> None:
+def test_tensorboard_reads_what_metrics_jsonl_has_also_of_a_resumed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    # Files of one second are read in the order of their names: a process's tenth writer comes before its ninth.
+    files = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
+    monkeypatch.setattr(files, "_global_uid", files.AtomicCounter(0))
     make_store(tmp_path / "store")
     run = tmp_path / "run"
     train(config(tmp_path / "store", run, steps=6, eval_every=3))

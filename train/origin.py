@@ -70,7 +70,10 @@ def check_start(ours: DrafterConfig, theirs: DrafterConfig, origin: Origin | Non
         return
     meta, drafter = store.meta, f"--init-from {folder}"
     target = f"{meta.target['name']} in store {store.root}"
-    check_origin(differences(origin, drafter, target, tokenizer=meta.tokenizer), "its token ids mean something else")
+    check_origin(
+        differences(origin, drafter, target, tokenizer=meta.tokenizer),
+        "its token ids mean something else, so start from another",
+    )
     for sentence in differences(
         origin, drafter, target, weights=meta.target["weights"], template=meta.template,
         template_args=template_args(store),
