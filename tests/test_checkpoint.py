@@ -218,6 +218,7 @@ def test_a_foreign_speculators_config_does_not_say_how_many_layers_the_target_ha
             {**SLIDING, "layer_types": ["sliding_attention", "full_attention"], "is_causal": True},
             "is_causal is True .*leave the field out",
         ),
+        ({"layer_types": None, "use_sliding_window": True, "sliding_window": 64}, "layer_types is missing"),
         ({"layer_types": ["chunked_attention"] * 2}, "layer_types is"),
         ({"layer_types": ["full_attention"]}, "for each layer"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_theta is 10000.0.*500000.0"),

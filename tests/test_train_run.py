@@ -264,6 +264,19 @@ def test_a_partial_run_keeps_to_the_rows_it_began_with(tmp_path: Path) -> None:
     assert lines(tmp_path / "whole") == lines(tmp_path / "broken")
 
 
+def test_rows_of_another_try_are_not_taken_and_lost_ones_are_missed(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "store", documents=12, held_out=0)
+    run = tmp_path / "run"
+    run.mkdir()
+    np.savez(run / "rows.npz", b0064=np.arange(1), b0096=np.arange(1))  # killed before its first checkpoint
+    train(config(store.root, run, partial=True, steps=1))
+    with np.load(run / "rows.npz", allow_pickle=False) as frozen:
+        assert sum(len(frozen[name]) for name in frozen.files) == 12
+    (run / "rows.npz").unlink()
+    with pytest.raises(DflashError, match=r"rows\.npz is missing"):
+        train(config(store.root, run, partial=True, steps=1))
+
+
 @pytest.mark.parametrize(
     ("labels", "loss", "message"), [("argmax", "kl", "topk:K or last-hidden"), ("tokens", "ce", "ce-tokens")]
 )

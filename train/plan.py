@@ -13,6 +13,7 @@ from dflash.progress import say
 from dflash.store import Store
 from dflash.target import resolve_target, weights_fingerprint
 from dflash.train.config import TrainConfig
+from dflash.train.folder import checkpoints
 from dflash.train.order import BucketRows, Order, anchors_of
 
 MAX_ROWS = 64  # of a micro-batch
@@ -75,7 +76,11 @@ def rows_to_train_on(config: TrainConfig, store: Store) -> dict[str, np.ndarray]
     if not config.partial:
         return None
     frozen = Path(config.run) / ROWS
-    if frozen.exists():
+    if checkpoints(Path(config.run)):  # before its first one a run has not begun: what lies there is of another try
+        if not frozen.exists():
+            raise DflashError(
+                f"{frozen} is missing, which has the rows of this --partial run; restore it, or name another --run."
+            )
         with np.load(frozen, allow_pickle=False) as rows:
             return {name: rows[name] for name in rows.files}
     return {

@@ -147,6 +147,8 @@ def drafter_of(
 def _check_plain(document: Mapping[str, Any], path: Path, prefix: str) -> None:
     """What this version cannot run is refused by its field, not run otherwise."""
     kinds = document.get("layer_types") or ()
+    if document.get("use_sliding_window") and document.get("sliding_window"):
+        need(document, "layer_types", path, prefix)  # transformers would guess them from max_window_layers
     if set(kinds) - {FULL, SLIDING} or (kinds and len(kinds) != document.get("num_hidden_layers")):
         raise DflashError(f"{path}: {prefix}layer_types is {list(kinds)}; give {FULL} or {SLIDING} for each layer.")
     if SLIDING in kinds:
