@@ -44,9 +44,9 @@ def sources() -> Iterator[Path]:
             yield from (Path(parent) / file for file in sorted(files) if file.endswith(".py"))
 
 
-def sites() -> Iterator[Site]:
-    for path in sources():
-        yield from sites_of(path)
+@cache
+def sites() -> tuple[Site, ...]:
+    return tuple(site for path in sources() for site in sites_of(path))
 
 
 def sites_of(path: Path) -> Iterator[Site]:

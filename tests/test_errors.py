@@ -5,10 +5,12 @@ conftest.py, which judges every message with its values, and fails a session of 
 """
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import raised
 from raised import BASES, WATCH, Site, Watch, complaint, is_watching, sites, sites_of, whole
 
 from dflash.data.config import DataConfig
@@ -16,13 +18,14 @@ from dflash.errors import DflashError, Interrupted
 from dflash.extract.config import ExtractConfig
 from dflash.report.read import read_sources
 from dflash.store.calib import read_calib
+from dflash.store.layout import check_labels
 from dflash.store.meta import read_meta
 from dflash.target.files import as_dtype, resolve_target
 from dflash.target.taps import default_taps
 from dflash.train.config import TrainConfig
 from dflash.train.folder import Checkpoint, read_checkpoint
 
-SITES = list(sites())
+SITES = sites()
 TRAIN: dict[str, Any] = {"store": "s", "run": "r"}
 EXTRACT: dict[str, Any] = {"target": "t", "store": "s"}
 
@@ -150,6 +153,17 @@ def test_who_replaces_an_error_is_found(monkeypatch: pytest.MonkeyPatch) -> None
         inside.delattr(DflashError, "__init__")
         assert not is_watching()
     assert is_watching()
+
+
+def test_an_error_over_several_lines_out_of_a_thread_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, site = Watch(), next(site for site in SITES if site.template.startswith("{where}: labels is"))
+    monkeypatch.setattr(raised, "WATCH", here)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(DflashError):
+        pool.submit(check_labels, "all").result()
+    assert site.last > site.first
+    assert here.of(site) == {
+        "store.json: labels is 'all'; it must be argmax, tokens, last-hidden or topk:K with K from 1 to 1024."
+    }
 
 
 def test_what_another_process_saw_counts(monkeypatch: pytest.MonkeyPatch) -> None:
