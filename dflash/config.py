@@ -27,7 +27,7 @@ from dflash.errors import DflashError
 REQUIRED: Any = dataclasses.MISSING
 
 # The sections a TOML file may hold: one file can serve a whole pipeline, each command reads its own section.
-SECTIONS = ("extract", "train", "export", "eval", "regenerate", "inspect-shard", "verify", "report", "pack")
+SECTIONS = ("extract", "train", "export", "eval", "regenerate", "inspect-shard", "verify", "report", "pack", "doctor")
 
 
 def setting(

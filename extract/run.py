@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from dflash.errors import DflashError
-from dflash.extract import calib, disk, forecast, identity, workers
+from dflash.extract import calib, forecast, identity, workers
 from dflash.extract.batches import largest_batch
 from dflash.extract.config import ExtractConfig, parse_share
 from dflash.extract.identity import DataFingerprint, DataSettings, Prepare
@@ -27,7 +27,7 @@ from dflash.extract.summary import summarise_run
 from dflash.extract.totals import Totals
 from dflash.progress import progress, say
 from dflash.signals import Stop, catch_stop
-from dflash.store import Prepared, Store, StoreMeta, acquire_lock, create_store, recover
+from dflash.store import Prepared, Store, StoreMeta, acquire_lock, create_store, disk, recover
 from dflash.store.paths import LAYOUT
 from dflash.target import (
     TargetSpec,

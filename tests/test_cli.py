@@ -23,7 +23,7 @@ from dflash.config import REQUIRED, setting, to_toml
 from dflash.errors import DflashError, DiskFullError, Interrupted
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMANDS = ("extract", "train", "export", "eval", "regenerate", "inspect-shard", "verify", "report")
+COMMANDS = ("extract", "train", "export", "eval", "regenerate", "inspect-shard", "verify", "report", "pack", "doctor")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -333,7 +333,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(
     monkeypatch.setattr("dflash.extract.run.load_target", load)
     with pytest.raises(DflashError, match="more than --budget 100KB"):
         run(tiny_target, data, tmp_path / "store", budget="100KB")
-    monkeypatch.setattr("dflash.extract.disk.free_bytes", lambda path: 1000)
+    monkeypatch.setattr("dflash.store.disk.free_bytes", lambda path: 1000)
     with pytest.raises(DflashError, match=r"1\.0 KB are free"):
         run(tiny_target, data, tmp_path / "store")
     assert not (tmp_path / "store").exists()

@@ -73,8 +73,8 @@ def test_a_store_that_does_not_fit_is_refused_before_anything_is_written(
 def test_a_disk_that_fills_half_way_leaves_a_store_that_the_same_command_completes(
     tiny_target: Path, data: Path, small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dflash.extract.disk.free_bytes", lambda path: 1 << 40)  # somebody else fills it meanwhile
-    monkeypatch.setattr("dflash.extract.disk.write_speed", lambda path: None)
+    monkeypatch.setattr("dflash.store.disk.free_bytes", lambda path: 1 << 40)  # somebody else fills it meanwhile
+    monkeypatch.setattr("dflash.store.disk.write_speed", lambda path: None)
     monkeypatch.setattr("dflash.store.layout.PADDED_TOKENS_PER_SHARD", 1024)
     result = extract(tiny_target, data, small_disk / "store")
     assert result.exit_code == 28, result.stderr

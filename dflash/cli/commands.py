@@ -12,6 +12,7 @@ from dflash import present
 from dflash.cli.options import ConfigCommand, Result
 from dflash.config import REQUIRED, setting
 from dflash.data.config import DataConfig, RegenerateConfig
+from dflash.doctor.config import DoctorConfig
 from dflash.evaluate.config import EvalConfig
 from dflash.extract.config import ExtractConfig
 from dflash.report.config import ReportConfig
@@ -223,3 +224,14 @@ def report(config: ReportConfig) -> Result:
     from dflash.report.build import report
 
     return report(config)
+
+
+@command("doctor", DoctorConfig, brief="What this machine can do, in ten seconds.", example="dflash doctor /nvme")
+def doctor(config: DoctorConfig) -> Result:
+    """Look at this machine before a long run does: libraries, GPU, compilation, pinned memory, disk.
+
+    Leaves with exit code 1 where something will stop a stage.
+    """
+    from dflash.doctor.checks import doctor
+
+    return doctor(config)
