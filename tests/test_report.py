@@ -163,6 +163,15 @@ def test_a_run_gets_its_page_beside_it_and_a_store_that_is_gone_is_left_out(tmp_
     assert (run / "report" / "loss.png").exists()
 
 
+def test_the_newest_checkpoint_is_that_of_the_highest_step(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first", "gone")
+    for step, layers in (("999999", 1), ("1000000", 2)):
+        folder = run / "checkpoints" / f"step-{step}"
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(json.dumps({"drafter": {"num_layers": layers}}))
+    assert read_run(run).drafter == {"num_layers": 2}
+
+
 def test_a_run_that_has_just_begun_is_a_page_too(tmp_path: Path) -> None:
     run = make_run(tmp_path / "first", "gone")
     (run / "metrics.jsonl").write_text("")

@@ -1,40 +1,15 @@
-"""The charts: each is drawn by one function and comes out twice, as SVG for the page and as PNG.
+"""The charts: what each shows of runs and stores. dflash/report/figure.py makes SVG and PNG of it."""
 
-In the SVG every colour is a CSS variable and all text stays text, so that the page follows the reader's light or dark
-theme, and names from outside pass through matplotlib's XML writer, which escapes them. The PNG has a white ground.
-"""
-
-import io
-import re
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from dflash.errors import DflashError
+from dflash.report.figure import Draw, Palette, legend, logarithmic, nan, percent, png, short, svg
 from dflash.report.read import Run, Series, StoreView
 
-INCHES = (4.8, 2.9)
 COLOURS = ("#2f7de1", "#e08a1e", "#1fa37a", "#d64550", "#8a63d2", "#17a2b8", "#c9509b", "#7f9a2e")
 
 FIRST_TO_LAST = ("#2f7de1", "#9a5fd0", "#d64550", "#e08a1e")  # of the slots of a block
-
-
-@dataclass(frozen=True)
-class Palette:
-    """Colours of text, of what is less important, and of lines behind the data."""
-
-    ink: str
-    faint: str
-    grid: str
-
-
-PRINTED = Palette("#1f2328", "#59636e", "#d9dee3")
-STANDINS = Palette("#010101", "#020202", "#030303")  # replaced in the SVG by the page's variables
-VARIABLES = {STANDINS.ink: "var(--ink)", STANDINS.faint: "var(--faint)", STANDINS.grid: "var(--grid)"}
-
-Draw = Callable[[Any, Palette], None]  # onto matplotlib's axes
 
 
 @dataclass(frozen=True)
@@ -58,11 +33,8 @@ def make_charts(runs: list[Run], stores: list[StoreView]) -> list[Chart]:
         ) from None
     charts = []
     for key, title, draw, note in [*_run_charts(runs), *_slot_charts(runs), *_evaluations(runs), *_stores(stores)]:
-        charts.append(Chart(key, title, _svg(draw, key), _png(draw, title, key), note))
+        charts.append(Chart(key, title, svg(draw, key), png(draw, title, key), note))
     return charts
-
-
-# --- what is drawn
 
 
 def _run_charts(runs: list[Run]) -> list[tuple[str, str, Draw, str]]:
@@ -94,14 +66,14 @@ def _over_steps(series: list[tuple[str, Series]], key: str) -> Draw:
         low = min((float(one.mean.min()) for _, one in series if len(one.mean)), default=0.0)
         high = max((float(one.mean.max()) for _, one in series if len(one.mean)), default=0.0)
         if key == "loss" and low > 0 and high / low > 10:
-            _logarithmic(axes)
+            logarithmic(axes)
         elif key != "loss":
             axes.set_ylim(bottom=0)
         if key == "data_wait":
             axes.set_ylim(0, max(0.05, 1.1 * high))
-            axes.yaxis.set_major_formatter(_percent())
+            axes.yaxis.set_major_formatter(percent())
         axes.set_xlabel("step")
-        _legend(axes, palette, [name for name, _ in series])
+        legend(axes, palette, [name for name, _ in series])
 
     return draw
 
@@ -123,7 +95,7 @@ def _acceptance(runs: list[Run]) -> Draw:
             )
         axes.set_ylim(bottom=1)
         axes.set_xlabel("step")
-        _legend(axes, palette, [run.name for run in runs])
+        legend(axes, palette, [run.name for run in runs])
 
     return draw
 
@@ -153,7 +125,7 @@ def _slots(slots: list[Series]) -> Draw:
             label = f"slot {slot + 1}" if slot in named else None
             axes.plot(one.step, one.mean, color=colour, linewidth=1.2, label=label)
         axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter(_percent())
+        axes.yaxis.set_major_formatter(percent())
         axes.set_xlabel("step")
         axes.legend(frameon=False, fontsize=9, labelcolor=palette.ink)
 
@@ -166,13 +138,13 @@ def _per_slot(runs: list[tuple[str, list[dict[str, Any]]]]) -> Draw:
             numbers = [each["slot"] for each in slots]
             for name, style in (("acceptance", "-"), ("conditional", "--")):
                 axes.plot(
-                    numbers, [_nan(each.get(name)) for each in slots], color=colour, linestyle=style, linewidth=1.6
+                    numbers, [nan(each.get(name)) for each in slots], color=colour, linestyle=style, linewidth=1.6
                 )
         axes.set_ylim(0, 1)
-        axes.yaxis.set_major_formatter(_percent())
+        axes.yaxis.set_major_formatter(percent())
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_xlabel("slot")
-        _legend(axes, palette, [name for name, _ in runs], lines_each=2)
+        legend(axes, palette, [name for name, _ in runs], lines_each=2)
 
     return draw
 
@@ -193,11 +165,11 @@ def _bars(runs: list[Run], names: list[str]) -> Draw:
             axes.barh(at, values, height=0.9 * height, color=colour)
             for y, value in zip(at, values, strict=True):
                 axes.text(value, y, f" {value:.2f}", va="center", fontsize=9, color=palette.ink)
-        axes.set_yticks([place + 0.4 - height / 2 for place in range(len(names))], [_short(name) for name in names])
+        axes.set_yticks([place + 0.4 - height / 2 for place in range(len(names))], [short(name) for name in names])
         axes.invert_yaxis()
         axes.margins(x=0.15)
         axes.grid(axis="y", visible=False)
-        _legend(axes, palette, [run.name for run in runs])
+        legend(axes, palette, [run.name for run in runs])
 
     return draw
 
@@ -238,80 +210,3 @@ def _taps(store: StoreView) -> Draw:
         axes.set_xlabel("decoder layer")
 
     return draw
-
-
-# --- how it comes out
-
-
-def _svg(draw: Draw, key: str) -> str:
-    """The chart as an element to put into a page: colours as variables, no ids that two charts share."""
-    out = io.StringIO()
-    with _figure(draw, STANDINS, key) as figure:
-        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-    text = out.getvalue()
-    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    text = re.sub(r'<g id="[^"]*">', "<g>", text)
-    for colour, variable in VARIABLES.items():
-        text = text.replace(colour, variable)
-    return re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" role="img">', text, count=1)
-
-
-def _png(draw: Draw, title: str, key: str) -> bytes:
-    out = io.BytesIO()
-    with _figure(draw, PRINTED, key) as figure:
-        figure.axes[0].set_title(title, fontsize=11, loc="left")
-        figure.savefig(out, format="png", dpi=160, facecolor="white", metadata={"Software": None})
-    return out.getvalue()
-
-
-@contextmanager
-def _figure(draw: Draw, palette: Palette, key: str) -> Iterator[Any]:
-    """A drawn figure; no window system and none of pyplot's global state. `key` makes the SVG's ids its own."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    style: Any = {
-        "font.size": 10, "font.family": "sans-serif", "text.parse_math": False, "svg.fonttype": "none",
-        "svg.hashsalt": key, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-        "axes.axisbelow": True, "axes.facecolor": "none", "axes.edgecolor": palette.grid, "grid.color": palette.grid,
-        "grid.linewidth": 0.7, "text.color": palette.ink, "axes.labelcolor": palette.faint,
-        "xtick.color": palette.faint, "ytick.color": palette.faint, "axes.formatter.useoffset": False,
-    }  # fmt: skip
-    with matplotlib.rc_context(style), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # a name in letters that the font lacks
-        figure = Figure(figsize=INCHES, layout="constrained")
-        FigureCanvasAgg(figure)
-        draw(figure.add_subplot(), palette)
-        yield figure
-
-
-def _legend(axes: Any, palette: Palette, names: list[str], lines_each: int = 1) -> None:
-    """Who is who, where there is more than one."""
-    if len(names) > 1:
-        handles = [*axes.get_lines()[::lines_each], *axes.containers][: len(names)]
-        axes.legend(handles, [f" {_short(name)}" for name in names], frameon=False, fontsize=9, labelcolor=palette.ink)
-
-
-def _logarithmic(axes: Any) -> None:
-    """A logarithmic scale with plain numbers on it."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter("{x:g}")
-
-
-def _percent() -> Any:
-    from matplotlib.ticker import PercentFormatter
-
-    return PercentFormatter(1.0, decimals=None)
-
-
-def _short(name: str, most: int = 28) -> str:
-    return name if len(name) <= most else "…" + name[1 - most :]
-
-
-def _nan(value: float | None) -> float:
-    return float("nan") if value is None else value
