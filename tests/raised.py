@@ -168,6 +168,7 @@ def is_watching() -> bool:
 # --- what a message must be
 
 SENTENCE_INSIDE = re.compile(r"[a-z0-9`)'\"\]][.!?] +[A-Z`]")
+QUOTED = re.compile(r"""(?<=[ (\[{=:])('(\\.|[^'\\])*'|"(\\.|[^"\\])*")(?=[]\s.,;:)}]|$)""")
 PLACE = re.compile(r"[{/]|--[a-z]|\d|`|[a-z]\.[a-z]")
 ANYWHERE = re.compile(
     r"\bmust\b|\bneeds?\b|did you mean|\bGive\b|"
@@ -184,12 +185,15 @@ BEHIND = re.compile(
 
 
 def complaint(message: str) -> str | None:
-    """What is wrong with a message or template, or None: one sentence, a place, a remedy (behind `;:,(`)."""
+    """What is wrong with a message or template, or None: one sentence, a place, a remedy (behind `;:,(`).
+
+    What it quotes ('…' behind a space or bracket, as `!r` writes it) may hold anything but a line's end.
+    """
     if "\n" in message:
         return "more than one line"
     if not message.endswith((".", "?", "}")):
         return "does not end as a sentence"
-    if SENTENCE_INSIDE.search(message):
+    if SENTENCE_INSIDE.search(QUOTED.sub("''", message)):
         return "more than one sentence"
     if not PLACE.search(message):
         return "names no place"

@@ -111,6 +111,8 @@ def test_a_setting_that_cannot_be_is_named(words: str, trigger: Callable[[], Any
         ("store.json is damaged;\nrestore it.", "more than one line"),
         ("store.json is damaged; restore it", "does not end as a sentence"),
         ("--lr must be a number, not 'fast'.", None),
+        ("--lr must be a number, not 'fast. Very fast'.", None),
+        ("store.json isn't ours. Restore the user's own.", "more than one sentence"),
     ],
 )
 def test_the_rule_itself_tells_right_from_wrong(message: str, wrong: str | None) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from dflash.errors import DflashError
+from dflash.errors import DflashError, cause
 from dflash.files import write_atomically
 from dflash.store.paths import CALIB, read_inside
 
@@ -33,7 +33,7 @@ def read_calib(root: Path, width: int) -> np.ndarray:
         ) from None
     except (SafetensorError, ValueError, KeyError) as error:
         raise DflashError(
-            f"{CALIB} of store {root} is damaged ({error}); restore it from a copy of the store."
+            f"{CALIB} of store {root} is damaged ({cause(error)}); restore it from a copy of the store."
         ) from None
     values = tensors.get(TENSOR)
     if values is None or values.shape != (width,) or values.dtype != np.float32:

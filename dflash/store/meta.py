@@ -213,7 +213,7 @@ def _check_fingerprints(value: dict[str, Any], where: str) -> None:
     checks.check_fields(value["plan_file"], FILE_FIELDS, f"{where}: fingerprints.plan_file")
     for kind in ("docs", "target"):
         for name, entry in value[kind].items():
-            checks.check_fields(entry, FILE_FIELDS, f"{where}: fingerprints.{kind}.{str(name)[:80]}")
+            checks.check_fields(entry, FILE_FIELDS, f"{where}: fingerprints.{kind}.{str(name)[:80]!r}")
             # a name here becomes a path below docs/ or target/, so it may not climb
             if any(part in ("", ".", "..") or "\0" in part for part in name.split("/")):
                 raise DflashError(

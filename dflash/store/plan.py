@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from dflash.errors import DflashError
+from dflash.errors import DflashError, cause
 from dflash.files import fsync_path, replacing, sha256_json
 from dflash.store.layout import Bucket
 from dflash.store.paths import DOCS, PLAN, map_inside, open_inside
@@ -197,7 +197,7 @@ def _load_plan(path: Path) -> Plan:
             f"{path} is missing, which says which document is which row; restore it from a copy."
         ) from None
     except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError, RuntimeError, OSError) as error:
-        raise DflashError(f"{path} is damaged ({str(error)[:200]}); restore it from a copy.") from None
+        raise DflashError(f"{path} is damaged ({cause(error)[:200]}); restore it from a copy.") from None
     return Plan(_files(members.pop("files", None), path), _rows(members, path))
 
 
