@@ -27,9 +27,10 @@ FULL: dict[str, tuple[dict[str, Any], tuple[Any, ...], list[str]]] = {
     ),
     "train": (
         {"steps": 400, "loss": 1.23456, "acceptance_length": LENGTH, "checkpoint": "runs/r/checkpoints/step-000400",
-         "tokens_per_second": 5123.4, "data_wait": 0.0123, "skipped": 3},
+         "tokens_per_second": 5123.4, "data_wait": 0.0123, "skipped": 3, "ranks": 8},
         (CONFIG,),
-        ["runs/r", "400, 3 updates skipped", "1.2346", "4.26 pooled", "5,123 tokens/s", "1.2%", "dflash export runs/r"],
+        ["runs/r", "400, 3 updates skipped", "1.2346", "4.26 pooled", "5,123 tokens/s on each of 8 processes", "1.2%",
+         "dflash export runs/r"],
     ),
     "export": (
         {"out": "runs/r/export", "step": 400, "why": "the newest", "layout": "z-lab", "dtype": "bfloat16",

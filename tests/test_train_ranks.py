@@ -157,6 +157,7 @@ def test_two_ranks_follow_the_trajectory_of_one_with_uneven_rows(store: Path, tm
     codes, said = run_ranks(2, config(store, tmp_path / "two"))
     assert codes == [0, 0]
     assert said[0]["steps"] == said[1]["steps"] == 12
+    assert said[0]["ranks"] == 2
     assert_same_trajectory(tmp_path / "one", tmp_path / "two")
 
 

@@ -127,7 +127,6 @@ class Trainer:
             return self._summary(0, 0.0, None, 0)
         self.runner = make_runner(self.setup)
         began, first = time.perf_counter(), self.place.step
-        self.looked = 0.0
         reader = Reader(self.setup.store, self.setup.layout, self.setup.device)
         tokens = 0
         with progress("Training", self.plan.steps, "steps", first) as advance:
@@ -292,6 +291,7 @@ class Trainer:
             "graph_share": graphs / loop["seconds"] if loop and graphs is not None else None,
             "steps_per_second": steps / loop["seconds"] if loop else None,
             "best": place.best,
+            "ranks": self.ranks.world,  # each as fast as tokens_per_second
             "run": str(self.folder),
             "store": setup.config.store,
             "parameters": setup.parts.optimiser.flat.master.numel(),

@@ -83,7 +83,7 @@ def _extract_title(result: Result, config: Any) -> str:
 def train(result: Result, config: Any) -> str:
     if result.get("dry_run"):
         return _dry_run(result, config)
-    loss, wait = result.get("loss"), result.get("data_wait")
+    loss, wait, ranks = result.get("loss"), result.get("data_wait"), result.get("ranks", 1)
     return screen(
         f"Drafter trained: {config.run}",
         [
@@ -94,7 +94,7 @@ def train(result: Result, config: Any) -> str:
             ("best", _best(result)),
             ("checkpoint", result.get("checkpoint")),
             ("time", seconds(result)),
-            ("speed", rate(result.get("tokens_per_second"))),
+            ("speed", rate(result.get("tokens_per_second")) + (f" on each of {ranks} processes" if ranks > 1 else "")),
             ("waited for data", percent(wait)),
         ],
         next_command=f"dflash export {config.run} --out drafter",
