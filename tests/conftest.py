@@ -74,6 +74,11 @@ def _no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _random_values_are_not_judged(request: pytest.FixtureRequest) -> None:
+    WATCH.judged = request.node.get_closest_marker("hypothesis") is None
+
+
+@pytest.fixture(autouse=True)
 def _one_thread() -> None:
     """An extraction sets the number of threads; the next test starts from one again."""
     torch.set_num_threads(1)

@@ -101,6 +101,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.messages: dict[tuple[str, int], set[str]] = {}
+        self.judged = True  # off while values are made up at random, which no message can answer for
 
     def remember(self, error: BaseException) -> None:
         frame = sys._getframe(1)
@@ -109,7 +110,7 @@ class Watch:
         path = Path(os.path.realpath(frame.f_code.co_filename))  # dflash/data is a symlink
         if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in FOLDERS:
             place = str(path.relative_to(ROOT)), frame.f_lineno
-            self.messages.setdefault(place, set()).add(str(error))
+            self.messages.setdefault(place, set()).add(str(error) if self.judged else ELSEWHERE)
 
     def of(self, site: Site) -> set[str]:
         return {
@@ -141,7 +142,7 @@ class Watch:
             self.messages.setdefault((file, line), {ELSEWHERE})
 
 
-ELSEWHERE = "in another process"
+ELSEWHERE = "in another process, or from random values"
 WATCH = Watch()
 INSTALLED: dict[type[Exception], Callable[..., None]] = {}
 
