@@ -91,8 +91,8 @@ def test_stopped_and_resumed_equals_unbroken_bit_for_bit(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGTERM in a real process, in the middle of a step; then the same command again."""
-    train(config(store, tmp_path / "whole", steps=200, eval_every=50))
-    settings = config(store, tmp_path / "broken", steps=200, eval_every=50)
+    train(config(store, tmp_path / "whole", steps=120, eval_every=30))
+    settings = config(store, tmp_path / "broken", steps=120, eval_every=30)
     code = (
         "import torch; torch.set_num_threads(1)\n"
         "from dflash.train.config import TrainConfig\nfrom dflash.train.run import train\n"
@@ -102,7 +102,7 @@ def test_stopped_and_resumed_equals_unbroken_bit_for_bit(
     )
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "broken" / "metrics.jsonl"
-    while not list((tmp_path / "broken" / "checkpoints").glob("step-000050")):
+    while not list((tmp_path / "broken" / "checkpoints").glob("step-000030")):
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
@@ -110,12 +110,12 @@ def test_stopped_and_resumed_equals_unbroken_bit_for_bit(
     assert process.returncode == 128 + signal.SIGTERM
     assert "the same command resumes" in errors
     stopped = checkpoints(tmp_path / "broken")[-1].step
-    assert 50 <= stopped < 200
+    assert 30 <= stopped < 120
     with metrics.open("a") as file:  # what a kill leaves: a step behind the checkpoint, and half a line
         file.write(json.dumps({"step": stopped + 1, "loss": 0.0}) + '\n{"step": 99')
     result = train(settings)
-    assert result["steps"] == 200
-    assert same_checkpoint(tmp_path / "whole", tmp_path / "broken", 200)
+    assert result["steps"] == 120
+    assert same_checkpoint(tmp_path / "whole", tmp_path / "broken", 120)
     assert lines(tmp_path / "whole") == lines(tmp_path / "broken")
 
 

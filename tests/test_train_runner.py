@@ -165,12 +165,11 @@ def test_warming_up_learns_nothing() -> None:
 
 
 @pytest.mark.parametrize("anchors", [6, 60])
-@pytest.mark.parametrize("poison", [0.5, float("nan")])
 @pytest.mark.usefixtures("attention")
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_padded_anchors_and_context_give_the_eager_steps_sums(anchors: int, poison: float) -> None:
-    """Forward only: on a CPU flex attention has no backward."""
-    parts, batch = make_parts(), make_batch(poison)
+def test_padded_anchors_and_context_give_the_eager_steps_sums(anchors: int) -> None:
+    """Forward only: on a CPU flex attention has no backward. What lies behind a row is NaN."""
+    parts, batch = make_parts(), make_batch(float("nan"))
     step = StaticStep(parts, PLAIN, same)
     step.step.copy_(STEP)
     geometry = Geometry.of(batch, anchors, BLOCK, PLAIN)
