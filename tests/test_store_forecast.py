@@ -12,9 +12,8 @@ from click.testing import CliRunner, Result
 from helpers_store import make_store
 
 from dflash.cli import cli
-from dflash.store import disk
 from dflash.files import allocated_bytes
-from dflash.store import storage_bytes
+from dflash.store import disk, storage_bytes
 
 
 @pytest.fixture(autouse=True)
