@@ -114,7 +114,7 @@ def frozen_tensors(folder: Path, tied: bool) -> dict[str, "torch.Tensor"]:
         lacking = "embedding" if embed_name is None else "final norm" if norm_name is None else "output head"
         _refuse_quantised(folder, index, lacking)
         raise DflashError(
-            f"{folder} holds no tensor that is its {lacking}: dflash cannot use this checkpoint as a target."
+            f"{folder} holds no tensor that is its {lacking}, so it is no target: choose another checkpoint."
         )
     tensors = {
         "embed": read_tensor(folder, index, embed_name, "embedding"),
