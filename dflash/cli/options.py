@@ -169,7 +169,7 @@ class ConfigCommand(click.Command):
         missing = [one for one in own.values() if one.required and values.get(one.name, REQUIRED) is REQUIRED]
         if missing:
             one = missing[0]
-            what = f"argument {one.metavar or one.name.upper()}" if one.positional else f"option {one.flag}"
+            what = f"argument `{one.metavar or one.name.upper()}`" if one.positional else f"option {one.flag}"
             raise DflashError(f"Missing {what}; give it: {one.help}")
         return cls(**{name: value for name, value in values.items() if name in own})
 
