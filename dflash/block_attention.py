@@ -70,7 +70,7 @@ def tiles(dim: int, shared: int) -> Tiles:
 
 def tiles_for(q_NQD: Tensor) -> Tiles:
     if not q_NQD.is_cuda:
-        return TIGHT
+        return ROOMY  # to Triton's interpreter a large tile costs what a small one does
     card = torch.cuda.get_device_properties(q_NQD.device)
     return tiles(q_NQD.shape[2], getattr(card, "shared_memory_per_block_optin", card.shared_memory_per_block))
 
