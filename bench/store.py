@@ -9,7 +9,7 @@ extraction, and the trainer's `Reader`. All memory that is read into or written 
 times ours and the plain loop one after the other, in turns which is first; figures and ratios are medians over rounds.
 
 "cold": the pages were dropped from the cache before, and nothing has them mapped; a plain loop reads cold with and
-without O_DIRECT. "page cache": all is in the cache; "first" with maps as fresh as in a first epoch, "again" as later.
+without O_DIRECT. "page cache": all is in the cache; "first" with shards opened anew, "again" with them open.
 """
 
 import argparse
@@ -199,15 +199,20 @@ def drop_cache(store: Store) -> None:
         os.close(descriptor)
 
 
+def seconds(work: Callable[[], Any]) -> tuple[float, float]:
+    """(wall, processor) seconds."""
+    start, processor = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - start, time.process_time() - processor
+
+
 def race(
     took: Took, turn: int, ours: Callable[[], Any], plain: Callable[[], Any], before: Callable[[], Any] = os.sync
 ) -> None:
     """Time both, in turns which is first."""
     for who, work in [("ours", ours), ("plain", plain)][:: -1 if turn % 2 else 1]:
         before()
-        start, processor = time.perf_counter(), time.process_time()
-        work()
-        took[who].append((time.perf_counter() - start, time.process_time() - processor))
+        took[who].append(seconds(work))
 
 
 def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -266,7 +271,7 @@ def report(found: dict[str, Took]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="where to write; a temporary folder here unless given")
-    parser.add_argument("--gigabytes", type=float, default=3.0)
+    parser.add_argument("--gigabytes", type=float, default=4.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ceiling", type=int, default=1216)
     parser.add_argument("--hidden", type=int, default=4096)

@@ -1,10 +1,14 @@
-"""Reads past the page cache (O_DIRECT): from the disk into aligned memory, without a copy by the kernel.
+"""Reads of states into the caller's memory: out of the page cache, or past it (O_DIRECT).
 
-What the disk needs is that offset, size and address are multiples of 4096. Where the caller's memory and the row's
+Out of the cache they come by os.preadv, in pieces that are summed while they are in a cache of the core. Copying out of
+a map costs more wherever its pages are new to it (a page fault for every few), and where a disk fails or a file shrinks
+it ends the process, while a read returns an error.
+
+Past the cache the disk needs offset, size and address in multiples of 4096. Where the caller's memory and the row's
 place in the file are (the rule for `hidden` and `last` in buffers of huge pages), whole pages go straight there; the
-rest, and every row of a packed shard, comes through a buffer that each thread keeps. A row is one read, then summed,
-since smaller reads cost more than a sum of hot bytes gains. A filesystem that refuses O_DIRECT is read through the page
-cache instead, and says so once.
+rest, and every row of a packed shard, comes through a buffer that each thread keeps. A row is one read, then summed:
+smaller reads cost more than a sum of hot bytes gains. A filesystem that refuses O_DIRECT is read through the page cache
+instead, and says so once.
 """
 
 import errno
@@ -27,8 +31,9 @@ _said: set[int] = set()  # devices of filesystems that refuse
 
 
 def aligned(size: int, align: int = ALIGN) -> np.ndarray:
-    """Anonymous memory as uint8, at a multiple of `align`, in huge pages where the kernel has them."""
-    memory = mmap.mmap(-1, size + align)
+    """Anonymous memory as uint8, at a multiple of `align`, in huge pages where the kernel has them: private, since it
+    has none for shared memory."""
+    memory = mmap.mmap(-1, size + align, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= PIECE and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     content = np.frombuffer(memory, dtype=np.uint8)
@@ -40,16 +45,16 @@ def address(array: np.ndarray) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-class DirectFile:
-    """A file of a store, read by `read` from any thread."""
+class RowFile:
+    """A file of a store, read by `read` from any thread; `direct`: past the page cache."""
 
-    def __init__(self, root: Path, parts: tuple[str, ...]) -> None:
-        self.root, self.parts = root, parts
+    def __init__(self, root: Path, parts: tuple[str, ...], direct: bool) -> None:
+        self.root, self.parts, self.direct = root, parts, direct
         self.descriptor = -1
         try:
-            self.descriptor = open_inside(root, parts, os.O_RDONLY | os.O_DIRECT)
+            self.descriptor = open_inside(root, parts, os.O_RDONLY | (os.O_DIRECT if direct else 0))
         except OSError as error:
-            if error.errno not in REFUSALS:
+            if not direct or error.errno not in REFUSALS:
                 raise
             self._through_the_cache()
 
@@ -58,13 +63,14 @@ class DirectFile:
             os.close(self.descriptor)
 
     def _through_the_cache(self) -> None:
-        """Read this file without O_DIRECT; one line for people per filesystem."""
+        """Read this file without O_DIRECT from now on; one line for people per filesystem."""
         plain = open_inside(self.root, self.parts)
         if self.descriptor >= 0:
             os.dup2(plain, self.descriptor, inheritable=False)  # another thread may be about to read from it
             os.close(plain)
         else:
             self.descriptor = plain
+        self.direct = False
         device = os.fstat(self.descriptor).st_dev
         if device not in _said:
             _said.add(device)
@@ -73,10 +79,14 @@ class DirectFile:
     def read(self, start: int, target: np.ndarray) -> int:
         """Fill `target` (uint8) with the file's bytes from `start`; returns their crc32c."""
         at, crc, size = 0, 0, len(target)
-        if start % ALIGN == 0 and address(target) % ALIGN == 0:
-            at = size - size % ALIGN
-            self._fill(target[:at], start, at)
-            crc = crc32c(target[:at])
+        straight, piece = size, PIECE
+        if self.direct:
+            straight = size - size % ALIGN if start % ALIGN == 0 and address(target) % ALIGN == 0 else 0
+            piece = size
+        while at < straight:
+            part = target[at : min(at + piece, straight)]
+            self._fill(part, start + at, len(part))
+            crc, at = crc32c(part, crc), at + len(part)
         while at < size:
             skipped = (start + at) % ALIGN
             n = min(size - at, PIECE - ALIGN)
@@ -90,10 +100,11 @@ class DirectFile:
         """Read into the buffer from `start`, at least `needed` bytes of it."""
         done = 0
         while done < needed:
+            past = self.direct  # as it was then: another thread may see the refusal first
             try:
                 n = os.preadv(self.descriptor, [buffer[done:].data], start + done)
             except OSError as error:
-                if error.errno not in REFUSALS:
+                if not past or error.errno not in REFUSALS:
                     where = f"{'/'.join(self.parts)} in store {self.root}"
                     raise DflashError(
                         f"{where} cannot be read at byte {start + done} ({os.strerror(error.errno or 0)}): look at the "
