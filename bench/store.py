@@ -231,7 +231,6 @@ def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             plainly = partial(write_plainly, store, arrays, folder / "plain", flags)
             race(found[name], turn, partial(write_ours, store, arrays), plainly)
             shutil.rmtree(folder / "plain")
-    arrays.clear()
     for io in ("mmap", "direct"):
         layout = Layout.of(store, ROWS_AT_ONCE * ceiling)
         readers[io] = Reader(Store.open(store.root, io=io), layout, torch.device("cpu"))
