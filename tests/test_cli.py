@@ -306,6 +306,7 @@ def test_the_config_of_a_run_repeats_the_run(tmp_path: Path, monkeypatch: pytest
         "inspect-shard absent",
         "verify absent",
         "report absent",
+        "pack absent out",
     ],
 )
 def test_what_is_not_there_is_one_sentence_and_exit_code_1(
@@ -350,6 +351,25 @@ def python_m_dflash(*arguments: str, importtime: bool = False) -> subprocess.Com
     options = ["-X", "importtime"] if importtime else []
     line = [sys.executable, *options, "-m", "dflash", *arguments]
     return subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("dflash insp", ["plain,inspect-shard"]),
+        ("dflash train --num-l", ["plain,--num-layers"]),
+        ("dflash train --loss ce-", ["plain,ce-tokens"]),
+        ("dflash train --store s", ["file,s"]),  # the shell lists what is there
+        ("dflash report run", ["file,run"]),
+        ("dflash verify --config f", ["file,f"]),
+        ("dflash train --steps 1", []),
+    ],
+)
+def test_a_shell_completes_commands_flags_choices_and_paths(typed: str, offered: list[str]) -> None:
+    words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1), "_DFLASH_COMPLETE": "bash_complete"}
+    line = [sys.executable, "-c", "from dflash.cli import main; main()"]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, env=os.environ | words, check=True)
+    assert done.stdout.split() == offered
 
 
 def test_usage_error_of_the_program_itself() -> None:

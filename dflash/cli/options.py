@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from dflash.config import REQUIRED, Setting, convert, read_toml, settings, toml_section
 from dflash.errors import DflashError, DiskFullError
@@ -58,7 +59,14 @@ class SettingOption(click.Option):
         metavar = one.metavar or ("|".join(one.choices) if one.choices else METAVARS[one.kind])
         if one.many and not one.metavar:
             metavar += " ..." if one.kind is str else f",{metavar},..."
-        super().__init__(declarations, default=None, help=_help(one), metavar=metavar, multiple=one.many)
+        super().__init__(
+            declarations,
+            default=None,
+            help=_help(one),
+            metavar=metavar,
+            multiple=one.many,
+            shell_complete=completion(one),
+        )
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """Only the form that changes the default: `--no-…` exists for what a TOML file switched on."""
@@ -69,6 +77,17 @@ class SettingOption(click.Option):
             return super().get_help_record(ctx)
         finally:
             self.opts, self.secondary_opts = on, off
+
+
+def completion(one: Setting) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
+    """What a shell offers for a value: its choices; for other texts, most of which are paths, the files there."""
+
+    def offered(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        if one.choices:
+            return [CompletionItem(choice) for choice in map(str, one.choices) if choice.startswith(incomplete)]
+        return [CompletionItem(incomplete, type="file")] if one.kind is str else []
+
+    return offered
 
 
 def _help(one: Setting) -> str:
@@ -111,13 +130,18 @@ class ConfigCommand(click.Command):
         for one in self.settings.values():
             if one.positional:
                 metavar, count = one.metavar or one.name.upper(), -1 if one.many else 1
-                parameters.append(click.Argument([one.name], required=False, metavar=metavar, nargs=count))
+                parameters.append(
+                    click.Argument(
+                        [one.name], required=False, metavar=metavar, nargs=count, shell_complete=completion(one)
+                    )
+                )
             else:
                 parameters.append(SettingOption(one))
         parameters.append(
             click.Option(
                 ["--config", "config_file"],
                 metavar="F.toml",
+                shell_complete=lambda ctx, parameter, incomplete: [CompletionItem(incomplete, type="file")],
                 help=f"Read settings from the section [{self.section}] of a TOML file; flags win over it.",
             )
         )
