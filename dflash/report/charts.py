@@ -169,7 +169,9 @@ def _bars(runs: list[Run], names: list[str]) -> Draw:
         axes.invert_yaxis()
         axes.margins(x=0.15)
         axes.grid(axis="y", visible=False)
-        legend(axes, palette, [run.name for run in runs])
+        # inside it would cover a bar's figure, above it the title
+        below: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0, -0.08), "ncols": 2}
+        legend(axes, palette, [run.name for run in runs], **below)
 
     return draw
 

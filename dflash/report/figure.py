@@ -74,11 +74,12 @@ def _figure(draw: Draw, palette: Palette, key: str) -> Iterator[Any]:
         yield figure
 
 
-def legend(axes: Any, palette: Palette, names: list[str], lines_each: int = 1) -> None:
-    """Who is who, where there is more than one."""
+def legend(axes: Any, palette: Palette, names: list[str], lines_each: int = 1, **where: Any) -> None:
+    """Who is who, where there is more than one; where it covers least, or `where` it is said."""
     if len(names) > 1:
         handles = [*axes.get_lines()[::lines_each], *axes.containers][: len(names)]
-        axes.legend(handles, [f" {short(name)}" for name in names], frameon=False, fontsize=9, labelcolor=palette.ink)
+        shown = [f" {short(name)}" for name in names]
+        axes.legend(handles, shown, frameon=False, fontsize=9, labelcolor=palette.ink, **where)
 
 
 def logarithmic(axes: Any) -> None:
