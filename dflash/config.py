@@ -171,9 +171,9 @@ def _parse(kind: type, value: Any) -> Any:
         return None
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that `word` most likely meant."""
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+def nearest(word: str, known: Iterable[str], likeness: float = 0.5) -> str | None:
+    """The known word that `word` most likely meant, if it is alike enough."""
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)
     return found[0] if found else None
 
 
@@ -182,9 +182,9 @@ def check_keys(mapping: Mapping[str, Any], known: Iterable[str], place: str) -> 
     names = list(known)
     for key in mapping:
         if key not in names:
-            hint = nearest(key, names)
-            advice = f"did you mean {hint}?" if hint else f"use one of {', '.join(names)}."
-            raise DflashError(f"{place} has no setting {key!r}; {advice}")
+            hint, far = nearest(key, names), nearest(key, names, 0.0)
+            others = f"use one of {', '.join(names)}, of which {far} is the nearest."
+            raise DflashError(f"{place} has no setting {key!r}; {f'did you mean {hint}?' if hint else others}")
 
 
 def read_toml(path: str | Path, section: str, known: Mapping[str, Setting]) -> dict[str, Any]:

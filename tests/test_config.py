@@ -75,7 +75,7 @@ def test_a_toml_section_is_read_with_hyphens_or_underscores_and_other_commands_s
     ("text", "words"),
     [
         ("[train]\nstroe = 'a'", ["f.toml [train]", "'stroe'", "did you mean store?"]),
-        ("[train]\nzzzzzz = 'a'", ["'zzzzzz'", "use one of store, lr"]),
+        ("[train]\nzzzzzz = 'a'", ["'zzzzzz'", "use one of store, lr", "is the nearest."]),
         ("[trian]\nstore = 'a'", ["[trian]", "did you mean [train]?"]),
         ("store = 'a'", ["'store'", "outside a section", "[train]"]),
         ("[train]\nlr = 'fast'", ["[train] lr must be a number", '"fast"']),

@@ -8,7 +8,7 @@ import pytest
 from helpers_store import make_store, random_row
 
 from dflash.errors import DflashError
-from dflash.store import Store, direct
+from dflash.store import Store
 from dflash.store import reader as reader_module
 
 KINDS = [("bf16", "argmax", 64), ("bf16", "last-hidden", 40), ("lz4", "last-hidden", 40), ("int8", "topk:4", 40)]
@@ -53,7 +53,7 @@ def test_only_the_named_arrays_are_read(tmp_path: Path) -> None:
 
 
 def test_rows_larger_than_a_piece_are_copied_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "PIECE", 1000)  # no multiple of anything
+    monkeypatch.setattr(reader_module, "PIECE", 1000)  # no multiple of anything
     store = make_store(tmp_path / "s", documents=8)
     row = store.read_row("b0096", 2)
     np.testing.assert_array_equal(row["hidden"], random_row(store, "b0096", 2)["hidden"][: len(row["hidden"])])

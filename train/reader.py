@@ -1,10 +1,10 @@
 """From the store to batches: threads fill reusable slots ahead of the loop.
 
-A slot holds one micro-batch in buffers made once for the largest, in huge pages: the kernel copies there out of the
-page cache (--io mmap), or the disk writes there itself (--io direct). Filling takes only the valid part of each row and
-checks its checksum on the copied bytes; what lies behind is stale and masked by `lengths` in the step. On a CPU the
-loop works on the slot in place. On a GPU slots are pinned; a side stream moves each to one of two stages on the device,
-while the loop still runs the step before.
+A slot holds one micro-batch in buffers made once for the largest, in huge pages: the memory maps are copied there
+(--io mmap), or the disk writes there itself (--io direct). Filling takes only the valid part of each row and checks its
+checksum on the copied bytes; what lies behind is stale and masked by `lengths` in the step. On a CPU the loop works on
+the slot in place. On a GPU slots are pinned; a side stream moves each to one of two stages on the device, while the
+loop still runs the step before.
 """
 
 import os

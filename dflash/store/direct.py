@@ -1,14 +1,10 @@
-"""Reads of states into the caller's memory: out of the page cache, or past it (O_DIRECT).
+"""Reads past the page cache (O_DIRECT): from the disk into aligned memory, without a copy by the kernel.
 
-Out of the cache they come by os.preadv, in pieces that are summed while they are in a cache of the core. Copying out of
-a map costs more wherever its pages are new to it (a page fault for every few), and where a disk fails or a file shrinks
-it ends the process, while a read returns an error.
-
-Past the cache the disk needs offset, size and address in multiples of 4096. Where the caller's memory and the row's
+What the disk needs is that offset, size and address are multiples of 4096. Where the caller's memory and the row's
 place in the file are (the rule for `hidden` and `last` in buffers of huge pages), whole pages go straight there; the
 rest, and every row of a packed shard, comes through a buffer that each thread keeps. A row is one read, then summed:
 smaller reads cost more than a sum of hot bytes gains. A filesystem that refuses O_DIRECT is read through the page cache
-instead, and says so once.
+instead, in pieces, and says so once.
 """
 
 import errno
@@ -45,16 +41,16 @@ def address(array: np.ndarray) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-class RowFile:
-    """A file of a store, read by `read` from any thread; `direct`: past the page cache."""
+class DirectFile:
+    """A file of a store, read by `read` from any thread; `direct` until the filesystem refuses."""
 
-    def __init__(self, root: Path, parts: tuple[str, ...], direct: bool) -> None:
-        self.root, self.parts, self.direct = root, parts, direct
+    def __init__(self, root: Path, parts: tuple[str, ...]) -> None:
+        self.root, self.parts, self.direct = root, parts, True
         self.descriptor = -1
         try:
-            self.descriptor = open_inside(root, parts, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+            self.descriptor = open_inside(root, parts, os.O_RDONLY | os.O_DIRECT)
         except OSError as error:
-            if not direct or error.errno not in REFUSALS:
+            if error.errno not in REFUSALS:
                 raise
             self._through_the_cache()
 

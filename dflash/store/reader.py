@@ -1,8 +1,8 @@
 """Read rows out of shards: maps of whole files, sizes compared before mapping, checksums over the bytes handed out.
 
 `OpenShard` is one shard's manifest and maps; `ShardCache` keeps the last few open. A row's checksum is taken over the
-copy in the caller's buffer, so what was verified is what is used. Footers and small arrays are copied out of the maps,
-the states read into place (store/direct.py).
+copy in the caller's buffer, so what was verified is what is used. With `Store.io` "direct" the states are read past the
+page cache (store/direct.py) instead of out of the maps.
 """
 
 import threading
@@ -13,7 +13,7 @@ import numcodecs.blosc
 import numpy as np
 
 from dflash.errors import DflashError
-from dflash.store.direct import RowFile
+from dflash.store.direct import DirectFile
 from dflash.store.layout import ArraySpec, Shard, crc32c, shard_text
 from dflash.store.manifest import read_manifest, specs_of
 from dflash.store.paths import CALIB, map_inside, shard_parts
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 OPEN_SHARDS = 64
 LOWEST_ID = {"input_ids": 0, "labels": -1, "topk_ids": 0}  # arrays of token ids
+PIECE = 2 << 20  # copied, then summed while it is in a cache; smaller ones have threads fight for Python's lock
 ADVICE = "`dflash verify --repair` retires the shard, `dflash extract` makes it again"
 
 
@@ -47,7 +48,7 @@ class OpenArray:
         if crc32c(footer) != footer_crc or not self._understand(footer, end, np.array(lengths, np.int64)):
             raise DflashError(f"The footer of array {self.where} is damaged; {ADVICE}.")
         states = spec.sparse or spec.packed
-        self.file = RowFile(store.root, parts, store.io == "direct") if states else None
+        self.direct = DirectFile(store.root, parts) if store.io == "direct" and states else None
 
     def _understand(self, footer: bytes, end: int, lengths: np.ndarray) -> bool:
         """Take from the footer, or from the lengths that it must agree with, where rows begin."""
@@ -81,10 +82,14 @@ class OpenArray:
 
     def _copy(self, start: int, target: np.ndarray) -> int:
         """Fill `target` with the file's bytes from `start`; returns their crc32c."""
-        if self.file is not None:
-            return self.file.read(start, target)
-        np.copyto(target, self.map[start : start + len(target)])
-        return crc32c(target)
+        if self.direct is not None:
+            return self.direct.read(start, target)
+        found = 0
+        for at in range(0, len(target), PIECE):
+            piece = target[at : at + PIECE]
+            np.copyto(piece, self.map[start + at : start + at + len(piece)])
+            found = crc32c(piece, found)
+        return found
 
     def _unpack(self, row: int, crc: int, valid: np.ndarray) -> None:
         np.copyto(valid, self.unpack(row, crc)[: len(valid)])
