@@ -181,4 +181,5 @@ def test_after_the_seconds_given_what_runs_is_stopped_and_the_rest_not_begun(tmp
     assert {name: cells[-1] for name, cells in table(tmp_path).items()} == dict.fromkeys(["base", *LINES], "not run")
     assert "Stopped: 0.01 s are over; the same line goes on." in done.stdout
     assert not list(tmp_path.glob("*.json"))
-    assert len(list(tmp_path.glob("*.cut"))) == 2, "both commands in hand were stopped"
+    # at a hundredth of a second the second command may or may not have begun
+    assert 1 <= len(list(tmp_path.glob("*.cut"))) <= 2, "what was in hand was stopped"
