@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dflash.config import as_dict
 from dflash.errors import Interrupted
 from dflash.progress import progress, say
@@ -267,11 +265,10 @@ class Trainer:
         """Whether any rank was asked to stop: all leave after the same step."""
         if self.ranks.world == 1:
             return bool(stop)
-        flag = torch.tensor(float(bool(stop)), device=self.setup.device)
-        self.ranks.all_reduce(flag)
-        if bool(flag) and not stop:
+        asked = self.ranks.total(int(bool(stop))) > 0
+        if asked and not stop:
             stop.signum = signal.SIGTERM
-        return bool(flag)
+        return asked
 
     def _summary(self, tokens: int, seconds: float, loop: dict[str, Any] | None, steps: int) -> dict[str, Any]:
         """`loop`: seconds of the loop without validations and checkpoints, of these waited for data and in graphs."""

@@ -67,6 +67,17 @@ def _fold(total, peak, sum_, scores, values, scale, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _rows(
+    first, group, part, anchors,
+    BLOCK: tl.constexpr, SHARE: tl.constexpr, HEADS: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Each row's block token and query head, and whether it is one: not padding, and of an anchor that exists."""
+    row = tl.arange(0, ROWS)
+    token, head = first * BLOCK + row // HEADS, group * SHARE + part * HEADS + row % HEADS
+    return token, head, (row < COUNT * BLOCK * HEADS) & (token < anchors * BLOCK)
+
+
+@triton.jit
 def _tile(pointer, token, stride, wanted, dims, DIM: tl.constexpr):
     """Rows [T, D] of one head."""
     inside = wanted[:, None] & (dims < DIM)[None, :]
@@ -82,9 +93,8 @@ def forward_kernel(
     SLIDES: tl.constexpr, NOWHERE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     first, group, part = tl.program_id(0) * COUNT, tl.program_id(1), tl.program_id(2)
-    row, dims = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    token, head = first * BLOCK + row // HEADS, group * SHARE + part * HEADS + row % HEADS
-    real = (row < COUNT * BLOCK * HEADS) & (token < anchors * BLOCK)
+    dims = tl.arange(0, WIDTH)
+    token, head, real = _rows(first, group, part, anchors, BLOCK, SHARE, HEADS, COUNT, ROWS)
     inside = real[:, None] & (dims < DIM)[None, :]
     q_RD = tl.load(q + token.to(tl.int64)[:, None] * q_stride + (head * DIM)[:, None] + dims, mask=inside, other=0.0)
     row_low = tl.load(low + token // BLOCK, mask=real, other=0).to(tl.int32)
@@ -129,9 +139,8 @@ def own_kernel(
     SLIDES: tl.constexpr, NOWHERE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     first, group = tl.program_id(0) * COUNT, tl.program_id(1)
-    row, dims = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    token = first * BLOCK + row // HEADS
-    real = (row < COUNT * BLOCK * HEADS) & (token < anchors * BLOCK)
+    dims = tl.arange(0, WIDTH)
+    token, first_head, real = _rows(first, group, 0, anchors, BLOCK, SHARE, HEADS, COUNT, ROWS)
     inside = real[:, None] & (dims < DIM)[None, :]
     own = first * BLOCK + tl.arange(0, OWN)
     there = (tl.arange(0, OWN) < COUNT * BLOCK) & (own < anchors * BLOCK)
@@ -140,7 +149,7 @@ def own_kernel(
     seen = _own(token, real, own, BLOCK, SLIDES) & there[None, :] & real[:, None]
     dk_OD, dv_OD = tl.zeros((OWN, WIDTH), tl.float32), tl.zeros((OWN, WIDTH), tl.float32)
     for part in range(PARTS):
-        head = group * SHARE + part * HEADS + row % HEADS
+        head = first_head + part * HEADS
         place = token.to(tl.int64) * heads + head
         q_place = token.to(tl.int64)[:, None] * q_stride + (head * DIM)[:, None] + dims
         q_RD = tl.load(q + q_place, mask=inside, other=0.0)
@@ -168,9 +177,8 @@ def rows_kernel(
     SLIDES: tl.constexpr, NOWHERE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     first, group, part = tl.program_id(0) * COUNT, tl.program_id(1), tl.program_id(2)
-    row, dims = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    token, head = first * BLOCK + row // HEADS, group * SHARE + part * HEADS + row % HEADS
-    real = (row < COUNT * BLOCK * HEADS) & (token < anchors * BLOCK)
+    dims = tl.arange(0, WIDTH)
+    token, head, real = _rows(first, group, part, anchors, BLOCK, SHARE, HEADS, COUNT, ROWS)
     inside = real[:, None] & (dims < DIM)[None, :]
     place = token.to(tl.int64) * heads + head
     q_RD = tl.load(q + token.to(tl.int64)[:, None] * q_stride + (head * DIM)[:, None] + dims, mask=inside, other=0.0)
@@ -218,7 +226,7 @@ def keys_kernel(
     SLIDES: tl.constexpr, NOWHERE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile, group = tl.program_id(0), tl.program_id(1)
-    dims, row = tl.arange(0, WIDTH), tl.arange(0, ROWS)
+    dims = tl.arange(0, WIDTH)
     keys = tile * KEYS + tl.arange(0, KEYS)
     there = keys < context
     k_TD = _tile(k + group * DIM, keys, k_stride, there, dims, DIM)
@@ -229,8 +237,7 @@ def keys_kernel(
     end = tl.load(ends + tl.minimum((tile + 1) * (KEYS // STEP), steps) - 1).to(tl.int32)
     for turn in range(begin // COUNT * PARTS, tl.cdiv(end, COUNT) * PARTS):
         first, part = turn // PARTS * COUNT, turn % PARTS
-        token, head = first * BLOCK + row // HEADS, group * SHARE + part * HEADS + row % HEADS
-        real = (row < COUNT * BLOCK * HEADS) & (token < anchors * BLOCK)
+        token, head, real = _rows(first, group, part, anchors, BLOCK, SHARE, HEADS, COUNT, ROWS)
         inside = real[:, None] & (dims < DIM)[None, :]
         place = token.to(tl.int64) * heads + head
         q_RD = tl.load(

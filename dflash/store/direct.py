@@ -4,7 +4,7 @@ What the disk needs is that offset, size and address are multiples of 4096. Wher
 place in the file are (the rule for `hidden` and `last` in buffers of huge pages), whole pages go straight there; the
 rest, and every row of a packed shard, comes through a buffer that each thread keeps. A row is one read, then summed:
 smaller reads cost more than a sum of hot bytes gains. A filesystem that refuses O_DIRECT is read through the page cache
-instead, in pieces, and says so once.
+instead, and says so once.
 """
 
 import errno
@@ -75,14 +75,10 @@ class DirectFile:
     def read(self, start: int, target: np.ndarray) -> int:
         """Fill `target` (uint8) with the file's bytes from `start`; returns their crc32c."""
         at, crc, size = 0, 0, len(target)
-        straight, piece = size, PIECE
-        if self.direct:
-            straight = size - size % ALIGN if start % ALIGN == 0 and address(target) % ALIGN == 0 else 0
-            piece = size
-        while at < straight:
-            part = target[at : min(at + piece, straight)]
-            self._fill(part, start + at, len(part))
-            crc, at = crc32c(part, crc), at + len(part)
+        if start % ALIGN == 0 and address(target) % ALIGN == 0:
+            at = size - size % ALIGN
+            self._fill(target[:at], start, at)
+            crc = crc32c(target[:at])
         while at < size:
             skipped = (start + at) % ALIGN
             n = min(size - at, PIECE - ALIGN)
